@@ -380,7 +380,7 @@ class _SpecialNameEscaper:
         return f"{self._marker}{self._names.index(match[0])}\ue001"
 
     def split(self, text: str) -> list[tuple[str, bool]]:
-        """Split rendered text at the markers and restore the names.
+        """Split rendered text at the markers, and restore the names that `escape` has replaced.
 
         Returns
         -------
@@ -388,7 +388,7 @@ class _SpecialNameEscaper:
             Parts of the text in order. Each tuple is a text and whether that text is a name that
             came from user text.
         """
-        # The pattern captures the number of a name. re.split returns captured texts at odd indices.
+        # The pattern captures an index into `_names`. re.split puts captured texts at odd indices.
         parts = re.split(rf"{re.escape(self._marker)}(\d+)\ue001", text)
         result = []
         for index, part in enumerate(parts):

@@ -106,7 +106,7 @@ class BlockDrafter(Drafter):
     def _load_extras(self, weights: Weights, context: DrafterContext, nodes: int) -> None:
         """Upload the tensors that only this kind of drafter has.
 
-        A level has at most `nodes` draft nodes, over all requests.
+        `nodes` is the maximum number of draft nodes of a level, of all requests together.
         """
 
     def _choose_candidates(self, lane: Lane, normed: DeviceArray, logits: DeviceArray) -> None:

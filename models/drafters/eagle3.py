@@ -140,7 +140,7 @@ class Eagle3Head:
             self.t2d = self.device.from_host(vocab_map[1])
 
     def _check_shared(self, checkpoint: Checkpoint, name: str) -> None:
-        """Check that the head can use the target's tensor `name`, which its checkpoint lacks."""
+        """Check that a head without a tensor `name` of its own can use that of the target."""
         width = self.target.config.hidden_size
         if width != self.config.hidden_size:
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Drafter for forced tokens: positions where the grammar allows only one text."""
+"""Drafter for forced tokens: tokens at positions where the grammar allows only one text."""
 
 from __future__ import annotations
 

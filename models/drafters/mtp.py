@@ -116,7 +116,8 @@ class Mtp(Drafter):
         )
         self._norm_hidden = norm_hidden
         self._hidden = device.empty((context.max_rows, hidden), "float32")
-        # The normed states that the heads read, if the modules pass on states before the norm.
+        # Hidden states after the norm, which the heads read. If the modules pass on states before
+        # the norm, these need a buffer of their own.
         self._normed = self._hidden
         if not norm_hidden:
             rows = context.slots * self.shape.branch

@@ -552,7 +552,7 @@ class Engine:
         return count
 
     def _automata_counters(self) -> dict[str, int]:
-        """Return the counters of automata on the device. Waits for the device if there are any."""
+        """Return the counters of automata on the device. If there are any, wait for the device."""
         automata = self._resources.automata
         if automata is None:
             return {}

@@ -68,9 +68,10 @@ class LoopReplays(Replays):
             self._control.end(self._first)
 
     def finish(self) -> None:
-        """Release the ring entries of the oldest unread replay, whose results have been read.
+        """Remove the oldest replay from `unread` and release its ring entries.
 
-        If the replay's loop runs another replay, add that replay to `unread`.
+        If the replay's loop runs another replay, add that replay to `unread`. The caller must have
+        read the results of the removed replay.
         """
         flight = self.unread[0]
         ends = flight.repeats and self._control.is_last(flight.number)

@@ -324,7 +324,7 @@ class Replays:
 
     @contextmanager
     def _engine_numbers(self, flight: ReplayInFlight) -> Iterator[None]:
-        """In errors of host steps, replace `graph_number` with `number` of the failed replay."""
+        """Renumber errors of host steps: replace the replay's `graph_number` with its `number`."""
         try:
             yield
         except HostWorkError as error:
@@ -370,7 +370,10 @@ class Replays:
         return result
 
     def finish(self) -> None:
-        """Release the ring entries of the oldest unread replay, whose results have been read."""
+        """Remove the oldest replay from `unread` and release its ring entries.
+
+        The caller must have read the results of this replay.
+        """
         flight = self.unread.popleft()
         self._resources.inputs.release(flight.number)
         self._resources.outputs.release(flight.number)

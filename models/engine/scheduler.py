@@ -485,7 +485,7 @@ class Scheduler:
             self.stats.count_round(flight.graph)
 
     def _process_row(self, state: RequestState, row: RowResult, graph: RoundGraph) -> None:
-        """Append a batch row's committed tokens to its request; end the request if complete."""
+        """Append a batch row's committed tokens to its request. If it is complete, end it."""
         self.stats.count_row(len(row.tokens), row.tested, row.accepted)
         self._update_stall(state, row)
         if row.tokens:
@@ -544,7 +544,7 @@ class Scheduler:
         return time.monotonic() - state.stalled_since > MAX_STALL_S
 
     def _record_drafts(self, state: RequestState, row: RowResult, graph: RoundGraph) -> None:
-        """Record how many drafts a round that committed tokens verified and accepted."""
+        """Record how many drafts were verified and accepted in a round that committed tokens."""
         self._check_drafts(state, row)
         num_known = row.tested if row.cut else state.draft_capacity
         self.budget.record_acceptance(
@@ -705,7 +705,7 @@ def _report_compiled(
 
 
 def _backend_error(exception: Exception) -> GraftError:
-    """Convert an exception that a grammar's matcher raised to the error of its request."""
+    """Convert an exception that a matcher raised to the error with which its request ends."""
     if isinstance(exception, GraftError):
         return exception
     return GrammarBackendError.of("matcher", exception)

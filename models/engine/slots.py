@@ -46,8 +46,8 @@ __all__ = ["SlotManager"]
 #: first slot assignment with epoch 1 is in flight.
 MAX_EPOCH = 2**31 - 1
 
-#: Number of pages that a request gets in advance if they are free, so that few rounds have to
-#: allocate.
+#: Number of pages that a request gets in advance if they are free, so that most rounds need not
+#: allocate pages.
 PAGES_AHEAD = 4
 
 #: Maximum number of pages that a request gets in advance for the rounds that follow the first round
@@ -171,7 +171,7 @@ class SlotManager:
 
     @property
     def has_free_slot(self) -> bool:
-        """Whether another request can get a slot, given enough pages."""
+        """Whether another request can get a slot if there are enough pages."""
         return self.num_assigned < self._max_batch_size and bool(self._free)
 
     @property
@@ -265,7 +265,7 @@ class SlotManager:
             return False
         self._free.pop(0)
         state.slot = slot
-        # Stamps contain the epoch in 32 bits. Epochs are compared for equality only.
+        # Stamps of mask rows contain the epoch in 32 bits. Epochs are only compared for equality.
         self._last_epoch = self._last_epoch % MAX_EPOCH + 1
         state.epoch = self._last_epoch
         state.stalled_rounds = 0

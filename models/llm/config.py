@@ -137,7 +137,7 @@ class LlamaConfig:
     rope: Rope
     max_position_embeddings: int  # before YaRN or dynamic scaling extends it
     tie_word_embeddings: bool  # whether the LM head is the embedding matrix
-    dtype: str = "float32"  # dtype of the weights that the config names; float32 if it names none
+    dtype: str = "float32"  # dtype that the config names for the weights; float32 if it names none
     head_norm: bool = False  # RMSNorm of each query head and key head (Qwen3)
     qkv_bias: bool = False  # biases of the query, key and value projections (Qwen2)
     layers_without_rope: tuple[int, ...] = ()  # ascending layer ids (SmolLM3)

@@ -25,7 +25,7 @@ _COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetune
 
 
 class _Model(NamedTuple):
-    """Properties of a model on which the parameters of scaling depend.
+    """Properties of a model from which the parameters of its RoPE scaling are computed.
 
     `original` is the maximum number of positions without scaling.
     """
@@ -444,9 +444,9 @@ def _agreed(fields: Fields, sections: list[Fields], name: str) -> float | None:
 
 
 def _parameters(section: Fields) -> dict[str, Any]:
-    """Check the field names of a section of the model config that has the RoPE parameters.
+    """Check the field names of a config section with RoPE parameters.
 
-    Return its `rope_type`, and those of its fields that are specific to a kind of scaling.
+    Return `rope_type` and the fields that only some kinds of scaling have.
     """
     types = [section.data[name] for name in ("rope_type", "type") if section.get(name) is not None]
     if len(types) == 2 and types[0] != types[1]:

@@ -54,7 +54,7 @@ class Rows:
         )
 
     def check(self, limit: int) -> int:
-        """Check shapes and dtypes and return R.
+        """Check shapes and dtypes, and return the number of rows R.
 
         A wrong shape or dtype, and R outside 1..limit, raise ShapeError.
         """

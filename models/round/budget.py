@@ -187,9 +187,9 @@ class DraftBudget:
             probs[:accepted] += 1 - DECAY
 
     def choose(self, bucket: int, requests: Sequence[object]) -> int:
-        """Return the draft length of the next launch for `requests` in a bucket.
+        """Return the draft length of the next launch, a round or a loop of many rounds.
 
-        The launch is a round or a loop, which runs many rounds.
+        The launch runs `requests` in a graph with `bucket` batch rows.
         """
         if len(self.lengths) == 1:
             return self.lengths[0]

@@ -55,7 +55,7 @@ __all__ = [
 
 
 class DraftMasking:
-    """Base class of the strategies. It adds the commit step and no per-level nodes.
+    """Base class of the draft-masking strategies. It adds the commit step but no nodes per level.
 
     Parameters
     ----------

@@ -264,7 +264,7 @@ class RoundGraph:
     # Construction -------------------------------------------------------------------------------
 
     def _add_graph(self) -> None:
-        """Create a graph definition; the first one is the graph of the round."""
+        """Append a graph definition to `graphs`. A subclass that splits the round adds several."""
         name = f"{self.kind} graph of {self.batch} rows, {self.drafts} drafts"
         if self.graphs:
             name = f"{name} ({len(self.graphs)})"

@@ -120,7 +120,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   const int own_end = current.end;
   Weights* const staged_weight = reinterpret_cast<Weights*>(staged);
   Pack16* const staged_x = reinterpret_cast<Pack16*>(staged_weight + STAGES * OUTPUTS * PACKS);
-  // Sums of the tile, each at its exchange_index. Unless TALL, they reuse the memory of the stages.
+  // Sums of the tile, each at index exchange_index(row, column). Unless TALL, they reuse the memory
+  // of the stages.
   float* const exchanged = reinterpret_cast<float*>(TALL ? staged_x + STAGES * X_PACKS : staged);
 
   // Returns the address of pack i of a stage of x. A row after the last one reads the last row.

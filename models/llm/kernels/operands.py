@@ -37,7 +37,7 @@ class HeadNorms(NamedTuple):
 
 
 class KVWrite(NamedTuple):
-    """Destination of the keys and values of a forward pass, and the RoPE that precedes it."""
+    """Destination of the keys and values of a forward pass, and the RoPE table to rotate them."""
 
     rope_table: DeviceArray  # float32[positions, head_dim] of `Rope.table`
     rows: Rows  # slot and position of each row
