@@ -238,7 +238,7 @@ class Replays:
         self._launches[graph_id] += 1
         flight = ReplayInFlight(number, graph, self._launches[graph_id], rows, max_rounds > 1)
         self.unread.append(flight)
-        with self._engine_numbers(flight):
+        with self._renumber_errors(flight):
             graph.launch(self._stream)
 
     def leave_loop(self) -> None:
@@ -279,7 +279,7 @@ class Replays:
         self._retire(flight.number - 1, stats)
         self._check(flight)
         wait_for = partial(self._wait_until_published, flight.number, shield, count_progress)
-        with self._engine_numbers(flight):
+        with self._renumber_errors(flight):
             flight.graph.finish(self._stream, wait_for)
         return flight
 
@@ -323,12 +323,12 @@ class Replays:
             shield.check()
 
     @contextmanager
-    def _engine_numbers(self, flight: ReplayInFlight) -> Iterator[None]:
+    def _renumber_errors(self, flight: ReplayInFlight) -> Iterator[None]:
         """Renumber errors of host steps: replace the replay's `graph_number` with its `number`."""
         try:
             yield
         except HostWorkError as error:
-            number = self._engine_number(flight, error.replay)
+            number = self._find_number(flight, error.replay)
             if number is None:
                 raise
             text = str(error)
@@ -338,7 +338,7 @@ class Replays:
                 renumbered.add_note(note)
             raise renumbered from error.__cause__
 
-    def _engine_number(self, flight: ReplayInFlight, graph_number: int) -> int | None:
+    def _find_number(self, flight: ReplayInFlight, graph_number: int) -> int | None:
         """Return `number` of the replay that has `graph_number` among the replays of this graph.
 
         Return None if that replay has retired.
@@ -421,7 +421,7 @@ class Replays:
 
     def _check(self, flight: ReplayInFlight) -> None:
         """Raise the error of a host step that failed in this or an earlier replay, if any did."""
-        with self._engine_numbers(flight):
+        with self._renumber_errors(flight):
             flight.graph.check()
 
     def _record_times(self, flight: ReplayInFlight, stats: EngineStats) -> None:
