@@ -404,7 +404,7 @@ class _BlockOptions(Options):
     """Options of an engine with a block drafter.
 
     The drafter processes whole blocks, also near the maximum length of a request, where only the
-    first drafts of a block can be accepted.
+    first drafts of a block can be accepted. The other rows of the block need pages, too (`slack`).
     """
 
     @property

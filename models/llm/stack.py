@@ -241,8 +241,8 @@ class DecoderStack:
         layers
             Consecutive layers to run; None for all.
         copies
-            Destinations for copies of the residual stream, by the layer after which it is copied:
-            an array and the first column to write.
+            Maps a layer to the array, and its first column to write, that receives a copy of the
+            residual stream after this layer.
         attend_rows
             Rows for attention. The position of each row is the last position that the row attends
             to. None to use `rows`.

@@ -177,7 +177,7 @@ class IncrementalDecoder:
         return text
 
     def _push_run(self, run: list[int]) -> str:
-        """Append ids that the library converts, and return their text."""
+        """Append ids that the tokenizers library converts, and return their text."""
         rest = self._push_bytes(b"", final=True)
         context = self._context
         before = self._detokenizer.decode(context) if context else ""

@@ -45,7 +45,7 @@ struct Tile {
   alignas(64) float value[TILE * WIDTH];
 };
 
-// Returns whether the path of `query` has each position before `end` at the same cache position.
+// Returns whether all positions before `end` on the path of `query` equal their cache positions.
 __device__ __forceinline__ bool in_order(const Query& query, int end) {
   return query.path.drafts == 0 || end - 1 <= query.path.base;
 }

@@ -1,6 +1,7 @@
 // Tensor-core matrix product for a small number of rows. The weights are streamed from global
-// memory to registers. A block computes a tile of 16 output columns x (8 TILES) rows of operand B.
-// Its warps divide the inner dimension: warp p computes the p-th partial sum (linear_mma.cuh).
+// memory to registers. A block computes a tile of 16 output columns x (8 TILES) rows of the mma
+// operand B. Its warps divide the inner dimension: warp p computes the p-th partial sum
+// (linear_mma.cuh).
 //
 // The first weights are loaded before the kernel waits for the previous kernel, which does not
 // write them. The inputs of the epilogue are loaded before the main loop.
@@ -62,8 +63,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   Weights a[DEPTH][CHUNK / 32][2];
 #pragma unroll
   for (int s = 0; s < DEPTH - 1; ++s) {
-    // Without a branch here, the compiler keeps the loads before the wait. If there is no chunk
-    // left, the last chunk is loaded again and not used.
+    // A branch would let the compiler move the loads after the wait. If there is no chunk left, the
+    // last chunk is therefore loaded again, and its values are not used.
     const int next = min(warp + s * WARPS, chunks - 1);
     load_chunk(top + next * CHUNK, low + next * CHUNK, a[s]);
   }

@@ -1,6 +1,6 @@
 // Tensor-core product for many rows. A block computes a tile of 128 output columns x ROW_BLOCK rows
-// of operand B from a shared-memory pipeline. With split K (grid z > 1) a block computes only some
-// consecutive parts of the sums (linear_mma.cuh).
+// of the mma operand B from a shared-memory pipeline. With split K (grid z > 1) a block computes
+// only some consecutive parts of the sums (linear_mma.cuh).
 //
 // The first weights are copied before the kernel waits for the previous kernel, which does not
 // write them.

@@ -15,9 +15,9 @@
 // its row of W. With BIAS, the bias of the column is then added.
 //
 // Folded norms: if `square_sums` is not null, x has been multiplied by a norm weight, and the
-// result is divided by the root mean square that the row of x had before. If `norm` is not null,
-// the result times the norm weight is written for the next product, together with the sums of the
-// squares of the result.
+// result is divided by the root mean square that the row had before this multiplication. If `norm`
+// is not null, the result times the norm weight is written for the next product, together with the
+// sums of the squares of the result.
 //
 // Epilogues: with GATED the rows of W are interleaved, alternating between eight rows of the gate
 // projection and the same eight rows of the up projection; silu(gate) * up is stored. With

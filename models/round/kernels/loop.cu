@@ -2,7 +2,7 @@
 //
 // The host shares these words with a running loop. They are in pinned memory:
 //
-//   end_loop   number of the first replay of the loop that the host wants to end
+//   end_loop   number of the first replay of the loop that the host asks to end
 //   released   number of the last replay whose entry of the output ring the host has released
 //   last       one word per entry of the output ring: 1 if the replay is the last one of its loop
 //
