@@ -68,7 +68,7 @@ VERDICTS = (
 class Subject:
     """Child process that evaluates schemas with one implementation.
 
-    `name` is a key of `SUBJECTS`. If the process has died, it is restarted for the next schema.
+    `name` is a key of `SUBJECTS`. If the process dies, the next call of `evaluate` restarts it.
     """
 
     def __init__(

@@ -4,8 +4,8 @@
         [--steps 300] [--json FILE]
 
 The engine's scheduler runs rounds of `batch` requests on a device that needs no time: each round
-commits one token per request. The times therefore contain only work of the host that a GPU may have
-to wait for. They do not contain the launch of the graph.
+commits one token per request. The times therefore include only work of the host that a GPU may have
+to wait for. They do not include the launch of the graph.
 
 Each case is measured four times: without and with cached pages, each without and with waiting
 requests. The prompts of the waiting requests begin with cached pages.

@@ -492,8 +492,8 @@ class _GenerateEndpoint:
     async def _stream(self, api_request: ApiRequest, stream: RequestStream, send: Send) -> None:
         """Send the response as server-sent events.
 
-        An error before the first event is raised, so that the client gets its HTTP status. A later
-        error is sent as an event, because the status has already been sent.
+        If an error occurs before the first event, raise it, so that the client gets its HTTP status.
+        Send a later error as an event, because the status has already been sent.
         """
         started = False
 

@@ -119,7 +119,7 @@ def _to_api_error(model: type[Fields], error: ErrorDetails) -> ApiError:
         rule = "must be " + context["expected"].replace(" or ", ", ").replace("'", "")
     elif kind in _ALLOWED:
         rule = f"must be {_ALLOWED[kind]}"
-    else:  # the value is no integer, or outside the range in the metadata of the field
+    else:  # not an integer, or outside the range that the metadata of the field gives
         limits = model.model_fields[str(place[0])].metadata
         [low] = [limit.ge for limit in limits if hasattr(limit, "ge")]
         [high] = [limit.le for limit in limits if hasattr(limit, "le")]

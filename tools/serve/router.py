@@ -26,8 +26,8 @@ class Router:
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
         """Return the prefix-cache keys of a prompt, one for each page that can be reused.
 
-        These are the full pages that do not contain the last token, because the last token is
-        always computed. A prompt with invalid tokens has no keys. Any replica can refuse it.
+        A page can be reused if it is full and does not contain the last token, which the engine
+        always computes. A prompt with invalid tokens has no keys. Any replica can refuse it.
         """
         try:
             return page_keys(tokens, self._info.page_size)

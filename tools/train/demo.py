@@ -336,7 +336,7 @@ def distillation_loss(
     results of `data.pad` for a batch.
     """
     is_target = is_answer[:, 2:]
-    # Begin `steps` entries before the answer, because these entries are the context of drafts.
+    # The range begins `steps` entries before the answer. These entries are the context of drafts.
     first = (is_target.int().argmax(1) - steps).clamp(min=0)
     width = int((is_target.sum(1) + steps).max())
     rows = (first[:, None] + torch.arange(width)).clamp(max=is_target.shape[1] - 1)

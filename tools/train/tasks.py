@@ -102,7 +102,7 @@ def _minimal_object(rng: random.Random, depth: int) -> tuple[Schema, Json]:
 
 
 def fill_task(rng: random.Random) -> Task:
-    """Return a task with a schema but without data. Its answer is the minimal instance."""
+    """Return a task with a schema but without data. Its answer is the schema's minimal instance."""
     schema, value = minimal(rng, 3)
     while not isinstance(value, dict | list) and rng.random() < 0.8:
         schema, value = minimal(rng, 3)

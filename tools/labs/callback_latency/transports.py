@@ -205,12 +205,12 @@ class TransportGraph:
 
         graft's Python steps leave a Python thread state on the driver's callback thread, and later
         Python callbacks on this thread reuse it. Without graft, each of cuda.core's callbacks
-        creates and destroys a thread state. To measure this cost, the thread state is released
-        before any transport other than "python" is measured. For the transport "python", a Python
-        step creates the thread state before the measurement.
+        creates and destroys a thread state. To measure this cost, this method releases the thread
+        state unless the transport is "python". For the transport "python", it runs a Python step,
+        which creates the thread state.
 
-        This method must be called before each measurement, because the graphs of all transports
-        share the callback thread.
+        Call this method before each measurement, because the graphs of all transports share the
+        callback thread.
         """
         work: NativeWork | PythonWork = PythonWork(int)
         if self.transport != "python":

@@ -91,7 +91,7 @@ class Result:
     #: Outcome as described in the module's docstring; "failed" if the child failed for another
     #: reason, or "-" if the case was not run.
     outcome: str
-    #: Expected outcome. Empty on CUDA hardware, and if a required package is missing.
+    #: Expected outcome; "" on CUDA hardware, and if a required package is missing.
     expected: str
     seconds: float  #: duration in seconds
     #: Error output of the child, the cycle that the lock-order detector found, or the reason why
