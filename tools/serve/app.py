@@ -492,7 +492,7 @@ class _GenerateEndpoint:
     async def _stream(self, api_request: ApiRequest, stream: RequestStream, send: Send) -> None:
         """Send the response as server-sent events.
 
-        If an error occurs before the first event, raise it, so that the client gets its HTTP status.
+        Raise an error that occurs before the first event, so that the client gets its HTTP status.
         Send a later error as an event, because the status has already been sent.
         """
         started = False

@@ -438,7 +438,7 @@ class Data:
     def batches(self, tokens: int, rng: random.Random) -> Iterator[list[Row]]:
         """Yield batches of rows of similar length in random order, forever.
 
-        A batch has at most about `tokens` tokens.
+        The number of tokens of a batch is about `tokens` or less.
         """
         while True:
             groups: list[list[Row]] = [[]]
