@@ -20,8 +20,8 @@ _STRUCTURED_KEYS = {"json", "json_object", "regex", "choice", "grammar", "struct
 #: and no second backend is tried after an error.
 _NEUTRAL_OPTIONS = ("disable_fallback", "disable_any_whitespace")
 
-#: Names of grammars, by `FoundGrammar.key`, in error messages about values that JSON cannot express.
-#: For all other keys, the name is the key.
+#: Names of grammars, by `FoundGrammar.key`, for error messages about values that JSON cannot
+#: express. For all other keys, the name is the key.
 _SUBJECTS = {
     "json": "JSON schema",
     "strict_json": "JSON schema",
