@@ -212,7 +212,7 @@ class ProbeMasking(DraftMasking):
 class LatticeProbeMasking(DraftMasking):
     """Draft only legal paths through the candidates of all levels.
 
-    If drafts are a chain, only requests with a grammar are drafted in this way, and the drafts of
+    In a chain, only the drafts of requests with a grammar are chosen in this way. The drafts of
     other requests are sampled level by level.
     """
 

@@ -103,7 +103,7 @@ class Detokenizer:
         return None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids from the tokenizers library, including special tokens."""
+        """Return the text to which the tokenizers library decodes ids, with special tokens."""
         id_list = list(ids)
         return call_tokenizer(lambda: self._backend.decode(id_list, skip_special_tokens=False))
 
