@@ -41,6 +41,9 @@ def read_json(path: Path) -> Any:
 class Fields:
     """A JSON object with checked access. A null value counts as absent.
 
+    The methods `integer`, `number` and `boolean` return `default` if the field is absent. Without a
+    default, an absent field raises ConfigError.
+
     Parameters
     ----------
     data

@@ -142,7 +142,7 @@ class Transfer(ABC):
 
     @abstractmethod
     def release_buffer(self, address: int, resource: Any) -> None:
-        """Free memory that `allocate` returned."""
+        """Free memory that `allocate` returned, given these two fields of its `SendBuffer`."""
 
 
 class SharedMemory(Transfer):

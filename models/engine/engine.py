@@ -263,7 +263,8 @@ class Engine:
         """Submit a request.
 
         A request without an id gets one that no unfinished request has and that is not in
-        `reserved_ids`.
+        `reserved_ids`. If the request comes from another engine, `migrated` has its output so far
+        and its KV-cache pages.
         """
         scheduler = self._scheduler
         request_id = str(request.id) if _has_id(request) else self._unused_id(reserved_ids)

@@ -301,7 +301,8 @@ class Replays:
     ) -> None:
         """Wait until a replay has published its results.
 
-        If `graph` is given, wait until this graph is complete instead.
+        If `graph` is given, wait until this graph is complete instead. The other parameters are as
+        in `wait`.
         """
         progress = count_progress()
         deadline = time.monotonic() + ROUND_DEADLINE_S

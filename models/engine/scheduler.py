@@ -100,7 +100,7 @@ class Outbox:
         return not self._claimed.issuperset(self._events)
 
     def post(self, submission: int, event: Event) -> None:
-        """Add an event of a request."""
+        """Add an event of the request with submission number `submission`."""
         self._events.setdefault(submission, []).append(event)
         self.posted += 1
 
@@ -677,7 +677,11 @@ class Scheduler:
         text: str = "",
         total_s: float = 0.0,
     ) -> None:
-        """Post the last event of a request, which contains its output."""
+        """Post the last event of a request, which contains its output.
+
+        `error` is the cause of a failure. It is logged and recorded in the output. `tokens` and
+        `text` are those that no event has reported yet, and `total_s` is the time since submission.
+        """
         output.total_s = total_s
         if error is not None:
             output.error = str(error) if isinstance(error, GraftError) else describe(error)

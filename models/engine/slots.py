@@ -509,7 +509,10 @@ class SlotManager:
     def _set_pages(
         self, state: RequestState, slot: int, pages: int, shared: Sequence[PageGroup] = ()
     ) -> None:
-        """Allocate free pages until a slot has `pages` pages in all caches."""
+        """Allocate free pages until a slot has `pages` pages in all caches.
+
+        If the slot has no pages yet, its first pages are `shared`.
+        """
         positions = pages * self._caches[0].page_size
         for i, cache in enumerate(self._caches):
             shared_pages = [group[i] for group in shared]

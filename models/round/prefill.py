@@ -250,7 +250,8 @@ class Prefill:
     def _add_rows(self, lane: StreamLane, slot: int, begin: int, end: int, last: int) -> None:
         """Enqueue the kernel that writes the forward rows of tokens `begin` to `end` (exclusive).
 
-        The remaining rows of the chunk become padding.
+        The remaining rows of the chunk become padding. `last` is the index of the prompt's last
+        token, which is fed to the drafter only.
         """
         args = (self._tokens, slot, begin, end, last, CHUNK, self._rows)
         lane.kernel(self._write_rows, 1, _THREADS, args, name="prompt rows")

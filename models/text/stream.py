@@ -170,7 +170,10 @@ class IncrementalDecoder:
         return rest
 
     def _push_bytes(self, data: bytes, final: bool = False) -> str:
-        """Append bytes and return the text that became complete."""
+        """Append bytes and return the text that became complete.
+
+        If `final` is true, an incomplete character becomes U+FFFD.
+        """
         text = self._utf8.decode(data, final)
         if text:
             self._context = self._detokenizer.anchor
