@@ -81,10 +81,16 @@ class Exec {
       event_in_use_ = false;
     }
     const Handle target = reinterpret_cast<Handle>(stream);
+    // Wake workers and watchdog before the call: the call may not return before the replay has
+    // ended, and the replay may wait for a worker's answer (INVARIANTS.md M7).
+    state_->announce_launch();
     const Result result = driver().graph_launch(exec_, target);
-    if (result != kSuccess) return {result, "cuGraphLaunch"};
+    if (result != kSuccess) {
+      state_->cancel_launch();
+      return {result, "cuGraphLaunch"};
+    }
     ++launches_;
-    state_->count_launch();
+    state_->confirm_launch();
     record_failure_ = driver().event_record(event(), target);
     return {record_failure_, "cuEventRecord"};
   }

@@ -83,7 +83,7 @@ std::uint32_t Port::last_closed() const {
 
 bool Port::expecting(std::uint32_t last) const {
   if (mailboxes_abandoned()) return false;
-  const std::int64_t launch = state_->launched();
+  const std::int64_t launch = state_->announced();
   if (words_.completed != nullptr) {
     const auto launched = static_cast<std::uint32_t>(launch - launches_before_);
     return newer(launched, completed() - completed_before_);
@@ -164,10 +164,10 @@ void Port::serve(std::uint32_t seq) noexcept {
   serving_.store(false);
 }
 
-void Port::launched() noexcept {
-  // The count of launches includes this launch. If at most one request has no answer, it is the
-  // request of this launch, whose replay deadline starts now.
-  const std::int64_t ahead = requests_after(last_closed(), state_->launched());
+void Port::launching() noexcept {
+  // If at most one request has no answer, it is the request of this launch, whose replay deadline
+  // starts now.
+  const std::int64_t ahead = requests_after(last_closed(), state_->announced());
   if (ahead == 0 || ahead == 1) due_since_ns_.store(monotonic_ns(), std::memory_order_relaxed);
   worker_->wake();
   wake_watchdog();

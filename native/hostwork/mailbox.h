@@ -105,7 +105,7 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   // thread may call this function.
   void check_device_timeout();
 
-  void launched() noexcept override;
+  void launching() noexcept override;
   // Returns whether the worker still runs work whose request the watchdog has already answered,
   // because the work missed its deadline.
   bool overrun() const override;

@@ -42,11 +42,11 @@ GraphState::GraphState(std::int32_t* status)
   if (status != nullptr) status_.push_back(status);
 }
 
-void GraphState::count_launch() noexcept {
-  launched_.fetch_add(1);
+void GraphState::announce_launch() noexcept {
+  announced_.fetch_add(1);
   const std::lock_guard<std::mutex> lock(listeners_mutex_);
   for (const auto& weak : listeners_) {
-    if (const std::shared_ptr<LaunchListener> listener = weak.lock()) listener->launched();
+    if (const std::shared_ptr<LaunchListener> listener = weak.lock()) listener->launching();
   }
 }
 
@@ -106,6 +106,12 @@ std::int64_t GraphState::launched() const {
   const GraphState* parent = parent_.load(std::memory_order_acquire);
   const std::int64_t own = launched_.load(std::memory_order_relaxed);
   return parent == nullptr ? own : own + parent->launched() - parent_launches_at_join_;
+}
+
+std::int64_t GraphState::announced() const {
+  const GraphState* parent = parent_.load(std::memory_order_acquire);
+  const std::int64_t own = announced_.load();
+  return parent == nullptr ? own : own + parent->announced() - parent_launches_at_join_;
 }
 
 // A child graph uses the replay numbers of its parent. The records of the child had run `launched_`

@@ -37,8 +37,9 @@ struct Failure {
 class LaunchListener {
  public:
   virtual ~LaunchListener() = default;
-  // Called after every launch. The caller does not hold the GIL.
-  virtual void launched() noexcept = 0;
+  // Called before every launch, because the driver may return from the launch call only after the
+  // replay has ended. The caller does not hold the GIL.
+  virtual void launching() noexcept = 0;
   // Returns whether host work that missed its deadline is still running although its replay has
   // ended.
   virtual bool overrun() const = 0;
@@ -87,7 +88,13 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
 
   // Returns the number of launches of the definition by all of its executables.
   std::int64_t launched() const;
-  void count_launch() noexcept;
+  // Returns the number of launches, including a launch whose driver call is in progress.
+  std::int64_t announced() const;
+  // Count a launch: announce_launch() before the driver call, which notifies the listeners, and
+  // then confirm_launch() if the call succeeded or cancel_launch() if it failed.
+  void announce_launch() noexcept;
+  void confirm_launch() noexcept { launched_.fetch_add(1); }
+  void cancel_launch() noexcept { announced_.fetch_sub(1); }
 
   void add_listener(std::weak_ptr<LaunchListener> listener);
   // Returns whether host work is still running that missed its deadline, so that the device no
@@ -105,6 +112,7 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   std::atomic<bool> failed_{false};
   std::atomic<std::int64_t> base_{0};
   std::atomic<std::int64_t> launched_{0};
+  std::atomic<std::int64_t> announced_{0};
   std::atomic<GraphState*> parent_{nullptr};
   std::shared_ptr<GraphState> parent_owner_;
   std::int64_t parent_launches_at_join_ = 0;  // launches of the parent before set_parent()

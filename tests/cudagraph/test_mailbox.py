@@ -395,6 +395,44 @@ def test_mailbox_replay_deadline_counts_from_launch(device, stream):
     assert failed.value.node == "late request" and seen == []
 
 
+REPLAYS = """
+graph = Graph(device, "replays")
+output, lane = device.pinned((1,), "int32"), graph.lane("main")
+result, answers = device.zeros((1,), "int32"), iter(range(1, 9))
+work = lambda out: out.fill(next(answers))
+getattr(lane, sys.argv[1])(work, output=output, name="answer", replay_deadline_s=60.0)
+lane.copy(result, output)
+run = graph.instantiate()
+for i in range(1, 5):
+    try:
+        run.launch(stream)
+    except DeviceError as error:
+        print(error.code_name)
+        continue
+    run.synchronize(30.0)
+    print(i, result.to_host()[0], run.launches)
+end = time.monotonic() + 60.0
+while not graph.worker.native.parked and time.monotonic() < end:
+    time.sleep(0.001)
+print(graph.worker.native.parked, graph.worker.served)
+"""
+
+
+@pytest.mark.parametrize("setting", ["SOFTCUDA_LAUNCH_BLOCKING", "CUDA_LAUNCH_BLOCKING"])
+def test_mailbox_answers_launch_that_returns_after_completion(setting, transport):
+    """The worker answers the requests of a launch whose driver call has not returned yet."""
+    done = run_program(REPLAYS, transport, **{"GRAFT_DEVICE": "soft", setting: "1"})
+    expected = [*(f"{i} {i} {i}" for i in range(1, 5)), "True 4"]
+    assert done.stdout.splitlines() == expected, done.stderr
+
+
+def test_mailbox_expects_no_request_of_failed_launch(transport):
+    """After a launch that the driver rejects, the next replays work and the worker can sleep."""
+    done = run_program(REPLAYS, transport, GRAFT_DEVICE="soft", SOFTCUDA_FAIL="cuGraphLaunch:2")
+    expected = ["1 1 1", "CUDA_ERROR_OUT_OF_MEMORY", "3 2 2", "4 3 3", "True 3"]
+    assert done.stdout.splitlines() == expected, done.stderr
+
+
 FAULT = """
 text = 'extern "C" __global__ void bad(int* p) { for (int i = 0; i < 4096; ++i) p[i] = 1; }'
 bad = load_text(device, text, "bad.cu")

@@ -75,6 +75,8 @@ const Settings& settings() {
     out->memory = number_setting("SOFTCUDA_MEMORY", 0);
     out->memops = number_setting("SOFTCUDA_MEMOPS", 1) != 0;
     out->queues = static_cast<unsigned>(number_setting("SOFTCUDA_QUEUES", 0));
+    out->launch_blocking =
+        number_setting("SOFTCUDA_LAUNCH_BLOCKING", number_setting("CUDA_LAUNCH_BLOCKING", 0)) != 0;
     const char* loading = std::getenv("CUDA_MODULE_LOADING");
     out->lazy_loading = loading == nullptr || std::strcmp(loading, "EAGER") != 0;
     const char* mode = std::getenv("SOFTCUDA_DESTRUCTORS");

@@ -398,6 +398,7 @@ SC_API(cuGraphLaunch, 10000, 0, CUgraphExec, handle, CUstream, stream_handle) {
   const bool host = (settings().lock_model & 2) != 0 && calls_host(*work.program);
   const OpRef launch = enqueue(*stream, std::move(work), OpRef(), &exec->last);
   if (host) store(stream->host, launch);
+  finish_launch(launch);
 }
 
 SC_API(cuGraphExecDestroy, 10000, 0, CUgraphExec, handle) {

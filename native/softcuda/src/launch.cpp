@@ -117,8 +117,9 @@ static void launch(const CUDA_KERNEL_NODE_PARAMS& p, CUstream handle, bool progr
       wait_idle("first launch of a kernel: loading synchronizes the context (lock model 4)");
     }
   }
-  OpRef op = enqueue(*stream, std::move(work));
-  if (recorded) store(recorded->op, std::move(op));
+  const OpRef op = enqueue(*stream, std::move(work));
+  if (recorded) store(recorded->op, op);
+  finish_launch(op);
 }
 
 }  // namespace softcuda

@@ -38,6 +38,7 @@ struct Settings {
   // Number of hardware queues to model. The value 1 models a single queue; any other value means
   // that queues are unlimited.
   unsigned queues;
+  bool launch_blocking;  // whether launches of kernels and graphs return after completion
 };
 const Settings& settings();
 // Returns the value of a device attribute as cuDeviceGetAttribute does; 0 for unknown attributes.

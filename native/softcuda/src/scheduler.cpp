@@ -214,6 +214,12 @@ CUresult wait_op(const OpRef& op, const char* description) {
   return r;
 }
 
+void finish_launch(const OpRef& op) {
+  if (!settings().launch_blocking) return;
+  const CUresult r = wait_op(op, "a launch to complete (SOFTCUDA_LAUNCH_BLOCKING)");
+  require(r == CUDA_SUCCESS, r);
+}
+
 void detach(Stream& stream) {
   std::lock_guard<std::mutex> lock(g_mutex);
   g_detached_tails.erase(std::remove_if(g_detached_tails.begin(), g_detached_tails.end(),

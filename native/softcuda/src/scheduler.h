@@ -282,6 +282,9 @@ std::shared_ptr<const LaunchEvents> launch_events(const Program& program);
 // text of softcuda_describe().
 CUresult wait_op(const OpRef& op, const char* description);
 CUresult wait_idle(const char* description);
+// Ends the call that has enqueued the launch `op`: with SOFTCUDA_LAUNCH_BLOCKING=1, waits until the
+// launch is complete and refuses the call if a fault has occurred.
+void finish_launch(const OpRef& op);
 
 // ---- workers ----------------------------------------------------------------------------------
 void start_workers();
