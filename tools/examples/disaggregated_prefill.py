@@ -37,7 +37,7 @@ REQUESTS = [
 
 
 def decode(tickets: Any, finished: Any) -> None:
-    """Receive requests from the prefilling process and decode them. Run in the decoding process.
+    """Receive requests from the prefilling process and decode them, in the decoding process.
 
     Parameters
     ----------

@@ -206,10 +206,9 @@ class GgufFile:
             raise GgufError(
                 f"{self.path}: {self.key(key)} must be a number, got {short_repr(value)}"
             )
+        # The text of a float32 is its shortest decimal form, such as 1e-05, not 9.99999974e-06.
         stored = np.float32(value)
-        return (
-            float(str(stored)) if stored == value else float(value)
-        )  # float32 1e-05 becomes 1e-05, not 9.99999974e-06
+        return float(str(stored)) if stored == value else float(value)
 
     def require_neutral(self, neutral: dict[str, tuple[float, ...]]) -> None:
         """Check that metadata values of the architecture do not change the model's results.

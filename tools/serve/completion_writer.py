@@ -244,10 +244,9 @@ class ResponseChoice:
         last_begin = len(text) - len(self._parser.token_text(output.tokens[-1]))
         found = []
         for string in self._api_request.requests[self._index].stop or ():
+            # A stop string that ended the output ends within the last token.
             begin = text.rfind(string)
-            if (
-                begin >= 0 and begin + len(string) > last_begin
-            ):  # the string ends within the last token
+            if begin >= 0 and begin + len(string) > last_begin:
                 found.append((begin, string))
         return min(found)[1] if found else None
 

@@ -241,7 +241,7 @@ class Eagle3(nn.Module):
             Number of steps. Step 0 uses true features. In step j, the feature of an entry is the
             output of step j-1 one position earlier, with the embedding of the true token.
         rows
-                Consecutive positions to compute; [batch, r]. All other positions are only context.
+            Consecutive positions to compute; [batch, r]. All other positions are only context.
 
         Returns
         -------

@@ -83,7 +83,7 @@ class ToolFormat(ABC):
 
 
 def const(text: str) -> Format:
-    """Return the structural format of a text."""
+    """Return the structural format of the constant `text`."""
     return {"type": "const_string", "value": text}
 
 

@@ -32,7 +32,7 @@ _SEPARATOR = "\n"
 
 
 class Hermes(ToolFormat):
-    """JSON objects in the tags ``<tool_call>`` and ``</tool_call>``."""
+    """Calls as JSON objects between the tags ``<tool_call>`` and ``</tool_call>``."""
 
     name = "hermes"
     markers = (_BEGIN, _END)

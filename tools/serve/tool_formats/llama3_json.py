@@ -32,7 +32,7 @@ _SEPARATOR = "; "
 
 
 class Llama3Json(ToolFormat):
-    """JSON objects without tags."""
+    """Calls as JSON objects without tags."""
 
     name = "llama3_json"
     markers = (_PYTHON_TAG,)
