@@ -301,8 +301,8 @@ class Replays:
     ) -> None:
         """Wait until a replay has published its results.
 
-        If `graph` is given, wait until this graph is complete instead. The other parameters are as
-        in `wait`.
+        If `graph` is given, wait until this graph is complete instead. `shield` and
+        `count_progress` are as in `wait`.
         """
         progress = count_progress()
         deadline = time.monotonic() + ROUND_DEADLINE_S

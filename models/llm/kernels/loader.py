@@ -1,4 +1,4 @@
-"""Loading of the model kernels in the form that a device runs."""
+"""Loads the model kernels in the form that a device runs: ``thread`` or ``warp``."""
 
 from __future__ import annotations
 
