@@ -41,10 +41,12 @@ __all__ = ["GuidedDecoder", "GuidedRequest", "StepSpan"]
 
 #: Number of candidates per draft, or per tree level, among which draft steps find legal tokens.
 CANDIDATES = 16
+
 #: Implementations of a step in a graph. ``"native"``: a host node. ``"mailbox"``: a worker thread
 #: that the device waits for with memory operations. ``"spinkernel"``: a worker thread that the
 #: device waits for with a spinning kernel.
 STEP_TRANSPORTS = ("native", "mailbox", "spinkernel")
+
 #: Names of the kinds of steps, in the order of the native worker's enumeration `Step`.
 STEPS = ("open", "commit", "draft")
 _OPEN, _COMMIT, _DRAFT = range(3)
@@ -137,9 +139,10 @@ class GuidedDecoder:
         Processor time that the matcher of one slot may use per step, in microseconds, at least 1;
         None for no limit. A request that exceeds the budget is called late. The device uses the
         mask rows of the request that are already filled, and the request takes no part in further
-        rounds until the worker thread has finished the request's work. The budget does not change
-        the tokens of a request, except with rejection sampling, because the budget changes the
-        positions at which rounds end. ``native/guide/matcher.h`` describes the cost of a budget.
+        rounds until the worker thread has finished the request's work. With rejection sampling, a
+        budget can change the tokens of a request, because it changes the positions at which rounds
+        end. Otherwise, the tokens do not depend on the budget. ``native/guide/matcher.h`` describes
+        the cost of a budget.
 
         A request fails if its matcher is much too slow or too large. A step of the request is slow
         if it takes more than 20 times the budget (at least 100 ms). The matcher is much too slow if
@@ -378,7 +381,7 @@ class GuidedDecoder:
     def __del__(self) -> None:
         worker = getattr(self, "_worker", None)
         if worker is not None:
-            # The worker's threads may still use matchers that only this object keeps alive.
+            # The worker's threads may still use matchers that only this decoder keeps alive.
             worker.wait_idle()
 
     def _require_open(self) -> None:

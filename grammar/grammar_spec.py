@@ -63,7 +63,7 @@ class StructuralTag:
 
     @classmethod
     def of(cls, begin: str, schema: Any, end: str) -> StructuralTag:
-        """Return a tag whose schema has any form that `GrammarSpec.json_schema` accepts."""
+        """Return a tag. `schema` may have any form that `GrammarSpec.json_schema` accepts."""
         try:
             text = GrammarSpec.json_schema(schema).text
         except GrammarError as error:
@@ -164,7 +164,10 @@ class GrammarSpec(Spec):
 
     @classmethod
     def ebnf(cls, text: str, root: str = "root") -> GrammarSpec:
-        """Return a grammar in XGrammar's EBNF notation (GBNF) that starts at the rule `root`."""
+        """Return the grammar that `text` defines in XGrammar's EBNF notation (GBNF).
+
+        `root` is the name of the start rule.
+        """
         check_text("EBNF", text)
         return cls("ebnf", replace_dots(text), root=root)
 
@@ -186,7 +189,10 @@ class GrammarSpec(Spec):
 
     @classmethod
     def lark(cls, text: str) -> GrammarSpec:
-        """Return a grammar in LLGuidance's Lark dialect that starts at the rule ``start``."""
+        """Return the grammar that `text` defines in LLGuidance's Lark dialect.
+
+        The start rule is ``start``.
+        """
         return cls("lark", text)
 
     @classmethod
@@ -219,7 +225,7 @@ class GrammarSpec(Spec):
         ------
         GrammarError
             There is no tag or no trigger, the begin text of a tag starts with no trigger or with
-            several triggers, or there is a trigger with which no tag starts.
+            several triggers, or no tag starts with one of the triggers.
         """
         _check_tags(tags, triggers)
         for name, flag in (("at_least_one", at_least_one), ("at_once", at_once)):
@@ -334,7 +340,7 @@ class GrammarSpec(Spec):
         GrammarUnavailableError
             No child process could finish the check.
         """
-        if self.kind == "choice":  # every backend accepts a list of strings
+        if self.kind == "choice":  # needs no check: every backend accepts a list of strings
             return
         run_call(self.kind, Call("graft.grammar.backends.registry:check_syntax", (self, backend)))
 
@@ -380,14 +386,14 @@ def _choice_text(option: Any) -> str:
 
 
 def _schema_document(schema: Any) -> Any:
-    """Return the parsed schema, given the `schema` argument of `GrammarSpec.json_schema`."""
+    """Return the parsed form of the argument `schema` of `GrammarSpec.json_schema`."""
     for name in ("model_json_schema", "__json_schema__"):
         provider = getattr(schema, name, None)
         if provider is None:
             continue
         try:
             schema = provider() if callable(provider) else provider
-        except Exception as error:  # user code may raise any type
+        except Exception as error:  # user code may raise exceptions of any type
             raise GrammarError(f"JSON schema: {name}: {error}") from error
         break
     if isinstance(schema, type):

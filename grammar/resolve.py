@@ -190,8 +190,8 @@ def _resolve_schema(
 ) -> _ResolvedSchema:
     """Convert a parsed JSON schema to the form that the backend `name` compiles.
 
-    `raw` says that the text is written in a style without JSON strings; see `unsafe_strings`. Raise
-    `GrammarError` if the backend cannot enforce the schema.
+    `raw` says that outputs have a style that writes the object's strings as plain text; see
+    `unsafe_strings`. Raise `GrammarError` if the backend cannot enforce the schema.
     """
     try:
         require_usable(name)

@@ -33,6 +33,7 @@ __all__ = ["BACKEND_NAME", "create_backend", "register", "request_spec"]
 
 #: Value of SGLang's option ``--grammar-backend`` that selects this backend.
 BACKEND_NAME = "graft"
+
 #: Text that SGLang passes instead of a schema if a request asks for any JSON value.
 ANY_JSON = "$$ANY$$"
 

@@ -94,7 +94,7 @@ class Marker:
         return self._checked_ids(ids, self.text, vocabulary)
 
     def opening_ids(self, vocabulary: Vocabulary) -> tuple[int, ...]:
-        """Return a tuple with the id of the added token whose text is the opening, if it exists.
+        """Return the id of the added token whose text is the opening; empty if there is none.
 
         Raises
         ------

@@ -147,7 +147,7 @@ class Vocabulary:
         for piece, token in vocab.items():
             tokens[token] = to_bytes(piece)
         for added in added_tokens:
-            # An added token is decoded like any other piece.
+            # The tokenizer decodes an added token like any other piece.
             tokens[added["id"]] = b"" if added.get("special") else to_bytes(added["content"])
         return cls(tokens, size, stop_ids, names)
 
@@ -221,7 +221,7 @@ def byte_level_bytes(piece: str) -> bytes:
     try:
         return bytes(_ALPHABET[char] for char in piece)
     except KeyError:
-        # If a piece contains a character outside the byte alphabet, tokenizers use its UTF-8 text.
+        # Tokenizers encode a piece with a character outside the byte alphabet as UTF-8.
         return piece.encode("utf-8")
 
 

@@ -36,6 +36,7 @@ __all__ = [
 
 #: Mask word in which every token is legal.
 ALL_LEGAL = -1
+
 #: Length in bytes from which a jump-forward string is not extended any more.
 MAX_JUMP_BYTES = 4096
 
@@ -346,7 +347,7 @@ class GrammarMatcher:
         self._matcher.rollback(sum(map(len, undone)))
 
     def is_completed(self) -> bool:
-        """Return whether the output is complete, so that it may end here or has ended."""
+        """Return whether the output may end here or has ended."""
         if self._matcher.is_terminated():
             return True
         if not self._matcher.fill(self._row):

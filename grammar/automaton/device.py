@@ -45,10 +45,13 @@ _ROW_CACHE = read_struct(_HEADER, "RowCache")
 
 #: Memory for the tables of automata, in bytes.
 TABLE_BYTES = 64 << 20
+
 #: Memory for the cached mask rows of automaton states, in bytes.
 ROW_BYTES = 64 << 20
+
 #: Tables begin at multiples of this number of bytes.
 _ALIGNMENT = 256
+
 #: Threads of a kernel block on GPUs and on the soft device, and blocks per mask row on GPUs.
 _GPU_BLOCK = 128
 _CPU_BLOCK = 1
@@ -76,7 +79,7 @@ class _Table:
 
 
 def _aligned(offset: int) -> int:
-    """Round an offset up to a multiple of `_ALIGNMENT`, at which a table may begin."""
+    """Round an offset up to a multiple of `_ALIGNMENT`; tables begin at such offsets."""
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -179,7 +182,7 @@ class DeviceAutomata:
         self._cache = self._device.zeros((_ROW_CACHE.itemsize,), "uint8")
 
     def counters(self) -> dict[str, int]:
-        """Return memory usage and event counts by name. Waits for the device.
+        """Return memory usage and event counts by name. The call waits for the device.
 
         ``hits``, ``misses``, ``stored`` and ``evicted`` count mask rows of the row cache.
         ``row_bytes`` is the size of the rows in the cache. ``tables`` and ``table_bytes`` are the
@@ -286,8 +289,8 @@ class DeviceAutomata:
     def _allocate(self, lane: Lane, nbytes: int) -> int | None:
         """Make room for a table of `nbytes` bytes and return its offset.
 
-        The unused tables in the chosen range are evicted. Return None, without an eviction, if
-        every range of this size contains a table in use.
+        The method evicts the unused tables in the range that `_find_place` chooses. If every range
+        of this size contains a table in use, it evicts none and returns None.
         """
         place = self._find_place(nbytes)
         if place is None:
@@ -373,7 +376,7 @@ class DeviceAutomata:
             self._add_fill(lane, "commit", row_slot)
 
     def add_draft(self, lane: Lane, row_slot: DeviceArray, j: int) -> None:
-        """Add the kernels that advance the states by draft `j` of a chain and fill mask row `j`."""
+        """Add the kernels that advance the grammar states by draft `j` and fill mask row `j`."""
         self._add_kernel(lane, "draft", row_slot, [j, *self._results])
         self._add_fill(lane, "draft", row_slot)
 
@@ -390,7 +393,7 @@ class DeviceAutomata:
     ) -> None:
         """Add the kernel ``automaton_{step}``, which advances the grammar states.
 
-        `args` are the arguments of this kernel that follow the arguments common to all steps.
+        `args` are the kernel's arguments after those that the kernels of all steps have in common.
         """
         exchange = self._exchange
         batch = row_slot.shape[0]
@@ -417,7 +420,7 @@ class DeviceAutomata:
         )
 
     def _add_fill(self, lane: Lane, step: str, row_slot: DeviceArray, num_rows: int = 1) -> None:
-        """Add the kernel that fills the mask rows that the kernel of a step has requested.
+        """Add the kernel that fills the mask rows requested by the kernel of a step.
 
         `num_rows` is the maximum number of mask rows that the step requests per batch row.
         """

@@ -23,6 +23,7 @@ __all__ = ["MAX_STATES", "compile_automaton", "lower"]
 
 #: Maximum number of states of an automaton.
 MAX_STATES = 2048
+
 #: Minimum and maximum numbers of repetitions by type of structural format.
 _REPETITIONS: dict[str, tuple[int, int | None]] = {
     "optional": (0, 1),
@@ -32,7 +33,7 @@ _REPETITIONS: dict[str, tuple[int, int | None]] = {
 
 
 def compile_automaton(grammar: ResolvedGrammar) -> bytes | None:
-    """Compile a grammar that was resolved for LLGuidance to an automaton, in serialized form.
+    """Compile a grammar, resolved for LLGuidance, and return the serialized automaton.
 
     Return None if the grammar is not known to be regular, or if the automaton would be too large.
     The time is limited to about 50 ms, so the function may run on untrusted grammars.
@@ -51,7 +52,7 @@ def compile_automaton(grammar: ResolvedGrammar) -> bytes | None:
 def lower(grammar: ResolvedGrammar) -> Expression:
     """Return an expression that matches exactly the texts that LLGuidance allows for a grammar.
 
-    Raise `NotRegular` if the grammar is not regular, or if its lowering is not known.
+    Raise `NotRegular` if the grammar is not regular, or if graft cannot lower it.
     """
     kind = grammar.spec.kind
     if kind == "regex":

@@ -33,6 +33,7 @@ __all__ = ["lower_schema"]
 
 #: Maximum nesting of schemas. Deeper schemas, such as recursive ones, are not lowered.
 MAX_NESTING = 32
+
 #: Separators in JSON text by the value of the option `whitespace`: the separator between values or
 #: properties, and the separator between a key and its value.
 SEPARATORS = {"line": (", ", ": "), "compact": (",", ":")}

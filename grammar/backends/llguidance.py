@@ -31,8 +31,10 @@ __all__ = ["LLGuidanceBackend", "Prepared", "check_syntax", "load_native", "prep
 # Memory of a compiled grammar, in bytes. LLGuidance does not report it. The value is the measured
 # number of bytes by which the process grows per JSON schema that a request has used.
 _MATCHER_BYTES = 180_000
+
 #: Maximum number of tokenizers that a backend keeps, see `LLGuidanceBackend`.
 _MAX_TOKENIZERS = 4
+
 #: Matches a string, comment, regular expression or special token of a Lark grammar. The group
 #: captures only special tokens.
 _LARK_TOKEN = re.compile(
@@ -250,7 +252,7 @@ class LLGuidanceBackend:
         self.vocabulary = vocabulary
         self._automata = automata
         load_native()
-        # Ids of the named tokens that have text.
+        # The tokens of `vocabulary.names` that have text, as ids by name.
         self._named_text = {
             name: token for name, token in vocabulary.names.items() if vocabulary.is_text(token)
         }

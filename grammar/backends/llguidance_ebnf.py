@@ -50,9 +50,11 @@ _COUNTS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?
 _SURROGATES = (0xD800, 0xDFFF)
 #: Maximum number of lexer states that `_Lexer` visits before it stops the search.
 _MAX_STATES = 2000
+
 #: Maximum total number of positions in the states that `_Lexer` visits. A position counts once per
 #: character class that it matches.
 _MAX_STEPS = 500_000
+
 #: Maximum number of positions (`_Positions`) of a terminal in a recursive grammar. A part that is
 #: repeated up to n times has n copies of its positions.
 _MAX_POSITIONS = 2000
@@ -275,7 +277,7 @@ class _Parser:
 
 
 def _normalized(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return sorted and joined ranges without surrogates, which UTF-8 cannot encode."""
+    """Return the ranges, sorted and merged, without surrogates, which UTF-8 cannot encode."""
     pieces = []
     for low, high in ranges:
         pieces += [(low, min(high, _SURROGATES[0] - 1)), (max(low, _SURROGATES[1] + 1), high)]
@@ -511,7 +513,7 @@ class _Lowering:
 
 
 def _character(node: Node) -> str:
-    """Return the only character that a node matches, or an empty string."""
+    """Return the only character that a node matches; empty if it can match other texts."""
     if not isinstance(node, Set) or len(node.ranges) != 1:
         return ""
     low, high = node.ranges[0]
@@ -667,7 +669,7 @@ class _Following:
     def nullable(self, node: Node) -> bool:
         """Return whether a node matches the empty text.
 
-        The result follows from the table `_nullable` as computed so far.
+        `of_terminals` computes the table `_nullable`; meanwhile, the result is preliminary.
         """
         if node in self._machines:
             return False
@@ -678,7 +680,8 @@ class _Following:
     def first(self, node: Node) -> Ranges:
         """Return the characters with which the texts of a node can begin.
 
-        The result follows from the tables `_first` and `_nullable` as computed so far.
+        `of_terminals` computes the tables `_first` and `_nullable`; meanwhile, the result is
+        preliminary.
         """
         if node in self._machines:
             machine = self._machines[node]
@@ -755,8 +758,8 @@ class _Lexer:
         start = frozenset((t, p) for t, m in enumerate(self._machines) for p in m.first)
         found: set[Node] = set()
         seen = set()
-        # Each element: the positions that can match the next character, and the terminals that can
-        # end before it.
+        # Each element consists of the positions that can match the next character, and of the
+        # terminals that can end before it.
         queue = [(start, frozenset[int]())]
         steps = 0
         while queue:

@@ -42,7 +42,8 @@ RELEASES = ("0.2.8", "0.2.9")
 _TYPES = ("TokenizerInfo", "Grammar", "GrammarCompiler", "CompiledGrammar", "GrammarMatcher")
 _RAW = 0  # XGrammar's vocabulary type for tokens given as bytes
 _MODULE = __name__ + ":"
-# Deserializing a compiled grammar of more than this number of characters fragments the heap.
+# Deserializing a compiled grammar of more than this number of characters fragments the heap, so
+# `load` then returns free memory to the operating system.
 _TRIM_BYTES = 1 << 19
 _XGRAMMAR_ERRORS = (RuntimeError, ValueError, TypeError)
 # First bytes of UTF-8 characters, each with the range of second bytes that UTF-8 does not allow
@@ -214,8 +215,8 @@ def _require_no_warnings(spec: Spec) -> None:
 def _schema_text(schema: Any, text: str = "") -> str:
     """Return a JSON schema as the JSON text that XGrammar reads.
 
-    The patterns in `schema` are converted in place; see `convert_patterns`. `text` is the JSON text
-    of `schema` if the caller has it. The function then returns it if it contains no pattern.
+    The patterns in `schema` are converted in place; see `convert_patterns`. If the caller passes
+    the JSON text of `schema` as `text`, and there is no pattern, the function returns `text`.
     """
     if text and "pattern" not in text:
         return text
@@ -397,8 +398,7 @@ class XGrammarBackend:
         """Create the compiled grammar from the JSON text that `compiled_text` returned."""
         native = self._types.CompiledGrammar.deserialize_json(result, self._info)
         if len(result) > _TRIM_BYTES:
-            # Otherwise, the C library would keep the memory that was used to read the text, instead
-            # of returning it to the operating system.
+            # Otherwise, the C library would keep the memory in which the text was read.
             return_free_memory()
         return self._compiled_grammar(spec, native)
 

@@ -23,7 +23,7 @@ _CONTROL_ESCAPES = "ae"  # XGrammar reads \a and \e as control characters; ECMA-
 
 
 def convert_pattern(pattern: str, *, ecma: bool = False) -> str:
-    """Return a regular expression that XGrammar interprets as users expect of `pattern`.
+    """Return a regular expression, equivalent to `pattern`, that XGrammar interprets correctly.
 
     ``\\xHH`` becomes ``\\u{HH}``, because XGrammar would read more than two digits. `ecma` says
     that the pattern belongs to a JSON schema, where ECMA-262 defines its meaning. Raise

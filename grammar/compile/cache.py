@@ -14,6 +14,7 @@ __all__ = ["CACHE_BYTES", "GrammarCache"]
 
 #: Default size limit in bytes.
 CACHE_BYTES = 1 << 29
+
 #: Estimated size of an entry's Python objects, without the texts and the compiled grammar.
 _ENTRY_BYTES = 1024
 

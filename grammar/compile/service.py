@@ -223,11 +223,11 @@ class GrammarService:
         -------
         Future
             Result of the compilation. Submissions of an equal `spec` share one future while the
-            compilation runs, so the future cannot be cancelled. Its exception is a `GrammarError`
-            with a message of one sentence if the backend is not available, refuses the grammar or
-            cannot enforce a part of it, or if the compilation crashes or exceeds its limit of time
-            or memory. Its exception is a `GrammarUnavailableError` if no child process could finish
-            the compilation.
+            compilation runs, so the future cannot be cancelled. If the compilation fails, the
+            future's exception is a `GrammarError` with a message of one sentence. The reasons are
+            that the backend is not available, refuses the grammar or cannot enforce a part of it,
+            or that the compilation crashes or exceeds its limit of time or memory. The exception is
+            a `GrammarUnavailableError` if no child process could finish the compilation.
 
         Raises
         ------
@@ -281,7 +281,7 @@ class GrammarService:
         thread.start()
 
     def _run(self, jobs: _CompileQueue, child: ChildProcess) -> None:
-        """Compile the jobs of a queue until the service is closed. Target of the threads."""
+        """Compile the jobs of a queue until the service is closed. Compile threads run this."""
         if jobs is self._fast_queue and isinstance(self.backend, BoundedBackend):
             with _log_errors("start of a child process"):
                 child.start()  # the child process starts while the engine loads its models
@@ -401,10 +401,11 @@ class GrammarService:
 
 @contextmanager
 def _log_errors(subject: str) -> Iterator[None]:
-    """Log an exception instead of raising it.
+    """Return a context manager that logs an exception instead of raising it.
 
-    A compile thread must survive every exception, even a SystemExit that a done callback or a
-    user-defined backend raises. Otherwise, later grammars would never be compiled.
+    The log message begins with `subject`. A compile thread must survive every exception, even a
+    SystemExit that a done callback or a user-defined backend raises. Otherwise, later grammars
+    would never be compiled.
     """
     try:
         yield
@@ -415,8 +416,8 @@ def _log_errors(subject: str) -> Iterator[None]:
 def _completed(outcome: Outcome) -> Future[CompiledGrammar]:
     """Return a new future that has already completed with a cached outcome.
 
-    Each caller gets a future of its own, because a future keeps its callbacks, the tracebacks of
-    its exception, and all objects that they refer to alive.
+    Callers do not share a future, because a future keeps alive its callbacks, the traceback of its
+    exception, and all objects to which these refer.
     """
     future: Future[CompiledGrammar] = Future()
     future.set_running_or_notify_cancel()

@@ -26,6 +26,7 @@ __all__ = ["NotRegular", "has_alternatives", "lower_regex"]
 
 #: Maximum nesting of groups.
 MAX_NESTING = 100
+
 #: Maximum count of a repetition such as ``{1000}``.
 MAX_COUNT = 4096
 
@@ -37,7 +38,7 @@ _LINE_FEED = [(0x0A, 0x0A)]
 
 
 class NotRegular(ValueError):
-    """A grammar has no automaton: its language is not regular, or its lowering is not known."""
+    """A grammar has no automaton: its language is not regular, or graft cannot lower it."""
 
 
 def lower_regex(
@@ -217,7 +218,7 @@ class _Parser:
         return complement(ranges) if negated else ranges
 
     def _class_part(self) -> Ranges:
-        """Read one character or escape of a character class."""
+        """Read one character or escape of a character class and return its characters."""
         character = self._take()
         # Rust has nested classes, and the operators &&, -- and ~~.
         if character == "[" or (character in "&-~" and self._peek() == character):

@@ -87,6 +87,7 @@ def escape(name: object) -> str:
 
 #: Keywords whose value is an object with a schema per key.
 MAPS = word_set("properties patternProperties $defs definitions dependentSchemas dependencies")
+
 #: Keywords whose value is data, not a schema.
 DATA = word_set("enum const default examples example")
 _SCHEMA_KEYWORDS = word_set(

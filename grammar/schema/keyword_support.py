@@ -29,7 +29,8 @@ from graft.grammar.validate import search_pattern
 __all__ = ["BACKENDS", "KEYWORDS", "ignored_keywords"]
 
 #: Backends in order of preference. LLGuidance compiles in a millisecond and refuses unsupported
-#: keywords. XGrammar precompiles masks, which bounds of strings and arrays can make very slow.
+#: keywords. XGrammar computes masks in advance, which can be very slow if the schema has bounds for
+#: strings or arrays.
 BACKENDS = ("llguidance", "xgrammar")
 
 
@@ -78,6 +79,7 @@ _MEANINGLESS_ALONE = word_set("format contentEncoding contentMediaType minContai
 _ASSERTIONS = KEYWORDS.keys() - _DROPPED - _MEANINGLESS_ALONE - word_set("then else uniqueItems")
 #: If a schema has several of these keywords, XGrammar uses only the first one in this order.
 _EXCLUSIVE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+
 #: Keywords from which XGrammar infers the type of a schema without ``type``.
 _INFERRED_TYPES = {
     "object": word_set("properties additionalProperties unevaluatedProperties"),

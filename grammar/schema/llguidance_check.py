@@ -59,7 +59,7 @@ def document_text(schema: Any, whitespace: Whitespace) -> str:
 
 
 def schema_grammar(text: str) -> str:
-    """Return a schema, given as `document_text` returns it, as a grammar for LLGuidance."""
+    """Return LLGuidance's grammar of a schema. `text` is the result of `document_text`."""
     return f'{{"grammars": [{{"json_schema": {text}}}]}}'
 
 

@@ -12,6 +12,7 @@ __all__ = ["OPTIONS", "PLAIN_ESCAPES", "json_options", "literal", "with_options"
 
 #: Keyword of a schema document that holds LLGuidance's options.
 OPTIONS = "x-guidance"
+
 #: Options that forbid ``\u`` escapes in all strings.
 PLAIN_ESCAPES = {"json_allowed_escapes": 'nrbtf"\\'}
 

@@ -26,8 +26,10 @@ __all__ = ["CONTROL", "EVERY_NAME", "NO_CONTROL", "OneSpelling", "with_one_spell
 
 #: Control characters without a short escape sequence such as ``\n``.
 CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
+
 #: Pattern that matches the strings without characters of `CONTROL`.
 NO_CONTROL = r"^[^\x00-\x07\x0B\x0E-\x1F\x7F]*$"
+
 #: Pattern that every name matches. The pattern "" is equivalent, but LLGuidance then needs about 25
 #: times as long for the mask of a name, because it does not see that most tokens are legal.
 EVERY_NAME = r"^(.|\n)*$"
@@ -83,7 +85,7 @@ def with_one_spelling(schema: Any) -> OneSpelling:
 def _compares(part: SchemaObject) -> bool:
     """Return whether LLGuidance compares property names that JSON can spell in several ways.
 
-    This is about the names in objects that satisfy `part`.
+    The function considers the property names of the objects that satisfy `part`.
     """
     if "object" not in types_of(part):
         return False

@@ -31,6 +31,7 @@ _COMBINING = word_set(
 )
 #: Keywords that only contain other keywords or say where they apply.
 _STRUCTURAL = word_set("type properties items prefixItems required $ref")
+
 #: Keywords that are never a cause.
 _NEUTRAL = word_set(
     """$schema $id id $defs definitions $comment title description default examples $anchor
@@ -55,6 +56,7 @@ _EXPLANATIONS = (
 )
 #: Error of a schema that cannot be rewritten after a removal.
 _ENDLESS = "rewriting does not end"
+
 #: Errors that occur only because the search has removed other keywords.
 _ARTIFACT = re.compile(rf"does not exist|{_ENDLESS}")
 
@@ -282,7 +284,7 @@ def _explain(error: str) -> str:
 
 
 def _all_subschemas(schema: SchemaObject) -> list[tuple[str, SchemaObject]]:
-    """Return all subschemas with pointers, including reference targets inside unknown keywords."""
+    """Return all subschemas with pointers, including targets of references in unknown keywords."""
     references = References(schema)
     parts = subschemas(schema)
     known = {id(part) for _, part in parts}
@@ -308,6 +310,7 @@ def _without(schema: SchemaObject, removed: Sequence[_Place]) -> SchemaObject:
     for pointer, keyword in removed:
         part = parts.get(pointer, {})
         part.pop(keyword, None)
-        if keyword == "patternProperties":  # alone, it would forbid more properties
+        if keyword == "patternProperties":
+            # Without the patterns, additionalProperties would apply to more properties.
             part.pop("additionalProperties", None)
     return remaining

@@ -40,6 +40,7 @@ _MAX_REASONS_IN_MESSAGE = 5
 #: Maximum processor time of each of two searches: for the keywords of the rewritten schema that
 #: LLGuidance refuses, and then for their causes in the given schema.
 _SEARCH_SECONDS = 2.0
+
 #: Parts of a pattern that may match a character of `CONTROL`.
 _CONTROL_IN_PATTERN = re.compile(r"\\(?:x[017]|u00[017]|U000000[017]|v)|[\x00-\x1f\x7f]")
 _BOUNDS = word_set("minimum maximum exclusiveMinimum exclusiveMaximum")

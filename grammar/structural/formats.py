@@ -48,7 +48,7 @@ class LoweringError(Exception):
 
 
 class TriggerLookup:
-    """Finds the triggers that a text begins with. Equal triggers are all in the result.
+    """Finds the triggers that a text begins with. If triggers are equal, all of them are found.
 
     The time of a search depends only on the text's length and on the number of different lengths of
     triggers, not on the number of triggers.

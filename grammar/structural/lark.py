@@ -415,6 +415,6 @@ def _place(form: Format, error: LoweringError) -> GrammarError:
 
 
 def _escape(text: str) -> str:
-    """Return a text as a part of a regular expression of Lark."""
+    """Return a text, escaped for a regular expression in Lark."""
     escaped = (f"\\x{{{ord(c):x}}}" if not (c.isascii() and c.isalnum()) else c for c in text)
     return "".join(escaped)

@@ -27,6 +27,7 @@ constexpr int kMaxNesting = 500;
 // Maximum number of expressions that building the nondeterministic automaton may visit, as a
 // multiple of the maximum number of states.
 constexpr int64_t kWorkPerState = 8;
+
 // Maximum number of elementary steps of a determinization, which take about 50 ms.
 constexpr int64_t kMaxWork = 10'000'000;
 

@@ -61,12 +61,15 @@ constexpr char kRelease[] = "llguidance@1.9.";
 // length bounds, because a request would fail in the middle of its text.
 // `graft.grammar.schema.llguidance_check` has the same limits.
 constexpr uint64_t kLexerFuel = 10'000'000;
+
 // Maximum number of parser items in one row of the parser's chart, and in one step. With
 // LLGuidance's defaults (2,000 and 50,000), a request whose grammar has a large choice would fail
 // in the middle of its text. The time budget limits the cost of a grammar instead.
 constexpr size_t kItems = 1'000'000;
+
 // Error of LLGuidance if no token is legal.
 constexpr char kDeadEnd[] = "NoExtensionBias";
+
 // Error of LLGuidance if a lexeme has an attribute that prevents rollback.
 constexpr char kNoRollback[] = "rollback not supported";
 
@@ -275,6 +278,7 @@ class Grammar {
   // Maximum number of finished matchers that reuse() accepts. The lexer gains states with each
   // reuse; the maximum keeps the lexer of a long-lived grammar below LLGuidance's limit of states.
   static constexpr int kMaxReuses = 32;
+
   // If computing the mask of the start state takes longer than this, no further matcher is reused.
   static constexpr int64_t kSlowNs = 1'000'000;
 

@@ -66,13 +66,16 @@ class Marker {
   // Returns how the scanner moves from `state` when it reads a token. The token id must be less
   // than the vocabulary size and must not be a stop id.
   Step step(int32_t state, int32_t token) const noexcept;
+
   // Returns the bitmask of the legal ids in `state`, including the stop ids. Returns null if all
   // ids are legal.
   const int32_t* row(int32_t state) const noexcept;
+
   // Says whether the tokens of an output begin with the opening. kPartial: they can still become
   // the opening. kComplete: they begin with it, and the rest is free text. kIllegal: they begin
   // with it, but the last token is illegal in the free text. kNone: they do not begin with it.
   enum class Opening { kNone, kPartial, kComplete, kIllegal };
+
   // `state` is the next state of the opening or, for kComplete, of the scanner. `found` says
   // whether the token also completes the marker.
   struct OpeningStep {
@@ -83,6 +86,7 @@ class Marker {
   // Classifies the output after `token`. `state` is the state of the opening before this token; it
   // is 0 at the start of the output.
   OpeningStep opening_step(int32_t state, int32_t token) const noexcept;
+
   // Returns the bitmask of the ids for which opening_step() returns kPartial or kComplete in
   // `state`.
   const int32_t* opening_row(int32_t state) const noexcept {
@@ -131,7 +135,7 @@ class Marker {
   int64_t vocab_size_;
   bool required_;
   // Bitmasks of the legal ids; see row_index(). A token can extend past the end of the marker only
-  // in the last states of the scanner, so each of these states has a row of its own. The first
+  // in the last states of the scanner, so each of these states has its own row. The first
   // `shared_` states need only two rows: row 0 for state 0, and row 1 for the others. An empty row
   // means that every id is legal and no mask is needed.
   size_t shared_ = 0;

@@ -145,8 +145,8 @@ struct Order {
   std::vector<float> share;
 };
 
-// Request that uses a slot, and what the steps have read from the device's records about it. The
-// thread that runs the steps owns these members, even while the slot is busy.
+// Request that uses a slot, and its progress according to the device's records. The thread that
+// runs the steps owns these members, even while the slot is busy.
 struct Assignment {
   bool joined = false;           // whether a request has used the slot
   int32_t epoch = 0;             // number of the slot assignment
@@ -218,6 +218,7 @@ struct Slot {
   SlotWork work;
   // Transfers the ownership of `work`, see invariant 7 of worker.h.
   std::atomic<bool> busy{false};
+
   // `clock` is the processor-time clock of the thread that serves the work order. `cpu_start` is
   // its time when the thread began the order; -1 if no thread has begun it. The thread stores
   // `clock` before `cpu_start`.

@@ -168,9 +168,11 @@ class Worker {
   // A request fails when the processor time of its slow orders reaches kMaxSlow times the time that
   // makes one order slow.
   static constexpr int64_t kMaxSlow = 20;
+
   // Maximum time that a step waits for threads that get no processor time, as a multiple of the
   // budget.
   static constexpr int64_t kPatience = 200;
+
   // Number of bytes by which late work orders of a request may increase the resident memory.
   static constexpr int64_t kMaxMemory = int64_t{256} << 20;
 

@@ -50,8 +50,8 @@ extern "C" __global__ void automaton_join(AutomatonSlot* states, int slot, const
 }
 
 // Counts the accepted drafts of a chain that were forced tokens. When a kernel calls this function,
-// the stamps still describe the mask rows that verification has used. The request may already have
-// ended, so its slot may be inactive.
+// the stamps still describe the mask rows that verification has used. Inactive slots are counted,
+// too, because verification may have ended the request.
 __device__ inline void count_forced(const Advance& a, const RoundRow* row) {
   const int index = row->slot;
   if (index < 0) return;

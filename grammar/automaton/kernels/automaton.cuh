@@ -57,14 +57,15 @@ struct FillItem {
   long long table;  // as in AutomatonSlot
   int action;       // FILL_*
   int slot;
-  int j;          // number of the mask row
-  int state;      // state of the automaton
-  int stamp;      // for FILL_STAMP: the row state (ROW_*) to write into the stamp
-  int source;     // row of the cache to copy; -1: compute the row
-  int store;      // row of the cache to store the computed row in; -1: none
-  int position;   // position of the token before the token that the row constrains
-  int num_legal;  // number of legal ids, summed by the blocks that share the row; if automaton_fill
-                  // does not look for forced tokens, only whether the number is 0 is meaningful
+  int j;         // number of the mask row
+  int state;     // state of the automaton
+  int stamp;     // for FILL_STAMP: the row state (ROW_*) to write into the stamp
+  int source;    // row of the cache to copy; -1: compute the row
+  int store;     // row of the cache to store the computed row in; -1: none
+  int position;  // position of the token before the token that the row constrains
+  // Number of legal ids, summed by the blocks that share the row. Unless automaton_fill looks for
+  // forced tokens, the number only says whether there is a legal id.
+  int num_legal;
   int last_legal;        // largest legal id, if automaton_fill looks for forced tokens
   unsigned int arrived;  // number of blocks that have finished their part of the row
 };

@@ -132,7 +132,7 @@ def _size_of_cause(part: SchemaObject, error: NoExactForm) -> int:
 class _RuleBuilder:
     """Builds the Lark rules of one schema document from its JSON parts.
 
-    There is one rule per conjunction of schemas, that is, per set of schemas that a value must all
+    There is one rule per conjunction, that is, per set of schemas all of which a value must
     satisfy. The methods take a conjunction as a tuple `parts`. The rule matches the JSON texts of
     the values that satisfy all schemas in `parts`. The methods append errors to the attributes
     `ordered` and `excluded`, which `any_order_grammar` returns as reasons.
@@ -382,9 +382,9 @@ class _RuleBuilder:
         if patterns:
             why = "keys with characters that JSON escapes are not produced"
             self.excluded.append(NoExactForm("patternProperties", why))
-        # The keys of each pattern form a group, and the keys that match no pattern form another.
-        # Each group consists of a prefix for the keys' terminal, which requires the pattern; of the
-        # expressions that the terminal excludes; and of the schemas of the values.
+        # There is a group of keys for each pattern, and one for the keys that match no pattern.
+        # Each group has a prefix for the keys' terminal, which requires a match of the pattern,
+        # expressions of keys that the terminal excludes, and the schemas of the values.
         groups: list[tuple[str, list[str], Conjuncts]] = []
         for pattern, schemas in zip(patterns, shape.patterns.values(), strict=True):
             groups.append((f"{pattern} & ", names, schemas))

@@ -153,7 +153,7 @@ def _references_in(schemas: Any) -> set[str]:
 
 
 def _has_inexact_numbers(part: Any, keyword: str = "") -> bool:
-    """Return whether a schema has numbers with which LLGuidance calculates inexactly."""
+    """Return whether `part`, the value of `keyword`, has numbers that LLGuidance may round."""
     if isinstance(part, dict):
         return any(_has_inexact_numbers(value, key) for key, value in part.items())
     if isinstance(part, list):

@@ -312,8 +312,8 @@ class Negation:
     def _invalid_property(self, name: str, part: Any) -> Any:
         """Return the schema of objects whose property `name` violates the schema `part`.
 
-        If it cannot be expressed, return False during a call of `partial_complement`, which then
-        omits it; otherwise raise `NoExactForm`.
+        If the complement of `part` cannot be expressed, return False within `partial_complement`,
+        and raise `NoExactForm` elsewhere.
         """
         try:
             return _property(name, self.complement(part))

@@ -142,7 +142,7 @@ def _resolve_names(root: SchemaObject) -> None:
 
 
 def _pointers_by_name(root: SchemaObject) -> dict[str, list[str]]:
-    """Return the JSON pointers of the named subschemas, as a dict from name to pointer."""
+    """Return the JSON pointers of the named subschemas, as a dict from name to pointers."""
     pointers: dict[str, list[str]] = {}
     for pointer, part in subschemas(root):
         for keyword in ("$anchor", "$dynamicAnchor"):
@@ -210,7 +210,7 @@ def _evaluated_names(
 
 
 def _conditional_parts(part: SchemaObject) -> list[Any]:
-    """Return the subschemas that need not apply to every value of `part`, such as ``anyOf``."""
+    """Return the subschemas, such as those of ``anyOf``, that apply only to some values."""
     parts: list[Any] = []
     for keyword in _CONDITIONAL:
         value = part.get(keyword, [])

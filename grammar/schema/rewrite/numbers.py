@@ -32,6 +32,7 @@ _MAX_EXPONENT = 300  # LLGuidance is assumed to read numbers with a larger expon
 #: Smallest absolute value of a bound. LLGuidance nests the pattern of a bound once per digit, so
 #: smaller bounds would be nested too deeply.
 _SMALLEST = 1e-22
+
 # LLGuidance reads a multipleOf as an integer divided by a power of 10. This is the largest integer.
 _MAX_COEFFICIENT = (1 << 32) - 1
 _MAX_MULTIPLES = 16  # maximum number of multiples between bounds that are written as an enum
@@ -137,7 +138,7 @@ class Numbers:
         return Restricted(_keywords(low, high), narrowed)
 
     def _step(self, value: Any) -> Fraction:
-        """Return the value of a ``multipleOf`` that LLGuidance reads exactly.
+        """Return the value of a ``multipleOf`` as a fraction.
 
         Raise `NoExactForm` if LLGuidance cannot read it exactly, or cannot combine it with the
         multiples of other subschemas.
@@ -350,7 +351,10 @@ def _keywords(low: _Bound | None, high: _Bound | None) -> SchemaObject:
 
 
 def _whole(bound: _Bound | None, sign: int) -> _Bound | None:
-    """Return the inclusive whole bound that is equivalent to `bound` for integers."""
+    """Return the inclusive whole bound that is equivalent to `bound` for integers.
+
+    `sign` is 1 for lower bounds and -1 for upper bounds.
+    """
     return _multiple(bound, Fraction(1), sign)
 
 
@@ -370,7 +374,8 @@ def _multiple(bound: _Bound | None, step: Fraction, sign: int) -> _Bound | None:
 def _inner_whole(bound: _Bound | None, sign: int, narrowed: dict[str, str]) -> _Bound | None:
     """Return the closest whole bound inside a bound.
 
-    The function adds to `narrowed` a description of the numbers between the two bounds.
+    `sign` is 1 for lower bounds and -1 for upper bounds. The function adds to `narrowed` a
+    description of the numbers between the two bounds.
     """
     inner = _whole(bound, sign)
     if bound and inner and inner.value != bound.value:

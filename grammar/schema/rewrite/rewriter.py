@@ -43,6 +43,7 @@ _DRAFT_3 = frozenset(("extends", "disallow", "divisibleBy"))
 #: Keywords that are removed, because they are annotations. ``x-guidance`` would change LLGuidance's
 #: options.
 _REMOVED = ("x-guidance", "contentEncoding", "contentMediaType")
+
 #: JSON type of the values that each keyword constrains. All values of other types are valid.
 _TYPE_OF_KEYWORD = {
     **dict.fromkeys(("format", "pattern"), "string"),
@@ -148,7 +149,7 @@ class Rewriter:
         return new
 
     def origins(self) -> dict[str, str]:
-        """Return the pointer of each added definition's original, by the definition's pointer."""
+        """Return a dict from the pointer of each added definition to that of its original."""
         keyword = self._definitions_keyword
         return {f"/{keyword}/{name}": pointer for pointer, name in self._aliases.items()}
 

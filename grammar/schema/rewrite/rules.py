@@ -46,6 +46,7 @@ _NARROWED_FORMATS = {
 #: Keywords of a subschema with ``oneOf`` that are left out when the other keywords of the subschema
 #: are combined with each option.
 _NOT_ABOUT_VALUES = word_set("oneOf $schema $id id $defs definitions")
+
 #: Keywords that a schema may have if its ``enum`` lists all its values.
 _PLAIN = word_set("type enum const title description default examples $comment")
 _MAX_OVERLAPS = 40
