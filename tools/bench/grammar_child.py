@@ -107,8 +107,8 @@ class Auto:
         self.key_order: Any = "schema"
 
     def compile(self, schema: Any) -> Callable[[], Any]:
-        # graft refuses key_order="any" if an object's keys cannot be generated in any order. The
-        # benchmark then measures the order of the schema.
+        # graft refuses key_order="any" if the grammar of an object cannot allow every order of its
+        # keys. The benchmark then uses the key order of the schema.
         key_order: Any = "schema" if self.route.ordered else self.key_order
         spec = GrammarSpec.json_schema(schema, partial=True, key_order=key_order)
         return self._backend.compile(spec).matcher

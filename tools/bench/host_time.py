@@ -38,10 +38,10 @@ from graft.models.round.prefill import PrefillScheduler
 from graft.tools.bench.harness import add_counts, finish, make_parser
 from graft.tools.console import program, table
 
-#: Measured cases. "full batch": a round without a free batch row. "too few pages": a round with a
-#: free batch row, but each waiting request needs more pages than are free, and none of its tokens
-#: are cached. "too few pages, cached prompts": the same, but most tokens of a waiting request are
-#: cached. "loop launch": a launch of a generation loop, which runs many rounds.
+#: Measured cases. In "full batch", no batch row is free. In "too few pages", a batch row is free,
+#: but each waiting request needs more pages than are free, and none of its tokens are cached. In
+#: "too few pages, cached prompts", most tokens of a waiting request are cached, but it still needs
+#: more pages than are free. In "loop launch", a step launches a generation loop of many rounds.
 CASES = ("full batch", "too few pages", "too few pages, cached prompts", "loop launch")
 _PAGE_SIZE = 16
 _PROMPT = 1024

@@ -652,7 +652,7 @@ class Trainer:
         v.zero_()
         v[:own, :HIDDEN] = values[:own].sqrt()[:, None] * right[:own]
         o[:, :own] = left[:, :own] * values[:own].sqrt()
-        # Copying heads compare tokens in the dimensions that the rotary embedding hardly rotates.
+        # Heads that copy compare tokens in the dimensions that the rotary embedding hardly rotates.
         slow = torch.cat([torch.arange(16, 32), torch.arange(48, 64)])
         copied = torch.linalg.qr(torch.randn(HIDDEN, 3 * d))[0]
         for i in range(3):
