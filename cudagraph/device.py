@@ -113,7 +113,10 @@ class Device(Context):
         return Stream(self, name)
 
     def event(self, name: str = "event", *, timing: bool = False) -> Event:
-        """Create an event, for synchronization between graphs, streams and the host."""
+        """Create an event, for synchronization between graphs, streams and the host.
+
+        `timing` enables :meth:`Event.elapsed_s`.
+        """
         return Event(name, timing=timing)
 
     def empty(self, shape: int | tuple[int, ...], dtype: str) -> DeviceArray:
@@ -140,7 +143,7 @@ class Device(Context):
         return PinnedArray(self, shape, dtype)
 
     def load(self, path: str | Path, defines: Mapping[str, object] | None = None) -> KernelModule:
-        """Compile and load a kernel source file.
+        """Compile and load a kernel source file with the macros `defines`.
 
         If the file is already loaded with the same macros, return the loaded module.
         """

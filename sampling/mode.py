@@ -11,7 +11,7 @@ from graft.sampling.checks import check_range
 
 __all__ = ["MASKINGS", "MAX_BRANCH", "MAX_CANDIDATES", "TREE_CANDIDATES", "DraftMode"]
 
-#: Declares ``DRAFT_MODE_*`` and the records that kernels, grammar worker and host exchange.
+#: Header that declares ``DRAFT_MODE_*`` and the records of kernels, grammar worker and host.
 RECORDS_HEADER = INCLUDE_ROOT / "native" / "records" / "exchange.h"
 _NUMBERS = read_numbers(RECORDS_HEADER)
 

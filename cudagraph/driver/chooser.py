@@ -60,9 +60,11 @@ def run_python_child(
 ) -> tuple[str, str]:
     """Run Python with the arguments `command` in a child process, for at most `limit_s` seconds.
 
+    `environment` is the environment of the child; default: that of this process. If the child
+    exceeds the limit, its own child processes, such as a compiler, are killed as well.
+
     Return the child's standard output and the reason for its failure. The reason is "" if the child
-    succeeded; the output is "" if it failed. If the child exceeds the limit, its own child
-    processes, such as a compiler, are killed as well.
+    succeeded; the output is "" if it failed.
     """
     try:
         child = subprocess.Popen(

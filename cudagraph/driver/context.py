@@ -93,13 +93,13 @@ class Context:
     def transfer(
         self, buffers: tuple[object, ...], function: Callable[..., tuple], *args: object
     ) -> None:
-        """Enqueue a copy or fill with a driver function and wait until it has finished.
+        """Enqueue a copy or fill by ``function(*args, stream)`` and wait until it has finished.
 
-        The operation runs on a dedicated stream, which is passed as the function's last argument.
-        The legacy NULL stream cannot be used, because it is not ordered with non-blocking streams
-        and a copy from pageable memory on it may return before the data has arrived. `buffers` are
-        the objects that own the memory of the operation. If Ctrl-C interrupts this call, they are
-        kept alive until a later transfer has finished.
+        The stream is used for such transfers only. The legacy NULL stream cannot be used, because
+        it is not ordered with non-blocking streams, and a copy from pageable memory on it may
+        return before the data has arrived. `buffers` are the objects that own the memory of the
+        operation. If Ctrl-C interrupts this call, they are kept alive until a later transfer has
+        finished.
         """
         with self._lock:
             if self._transfer_stream is None:

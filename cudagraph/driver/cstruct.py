@@ -62,7 +62,10 @@ def read_struct(path: Path, name: str) -> np.dtype:
 
 
 def _read_field(text: str, numbers: Mapping[str, int]) -> tuple[object, ...] | None:
-    """Parse a field declaration to (name, type) or (name, type, shape); None if unsupported."""
+    """Parse a field declaration to (name, type) or (name, type, shape); None if unsupported.
+
+    `numbers` gives the values of the macros that are array lengths.
+    """
     match = _FIELD.match(text)
     if match is None or match[1] not in _TYPES:
         return None

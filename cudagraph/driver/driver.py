@@ -112,7 +112,7 @@ def call(function: Callable[..., tuple], *args: Any) -> Any:
 
 
 def check(api: str, results: tuple) -> Any:
-    """Check the result code of a call and return its values.
+    """Check the result code of a call of the driver function `api`, and return its values.
 
     The result is None if the call returns no value, the value if it returns one, otherwise a tuple.
     """
@@ -124,7 +124,7 @@ def check(api: str, results: tuple) -> Any:
 
 
 def check_code(api: str, code: int) -> None:
-    """Raise DeviceError unless ``code`` is CUDA_SUCCESS."""
+    """Raise DeviceError unless `code`, the result of the driver function `api`, is CUDA_SUCCESS."""
     if code == 0:
         return
     name = f"code {code}"
@@ -144,7 +144,7 @@ def check_code(api: str, code: int) -> None:
 
 
 def is_ready(api: str, code: int) -> bool:
-    """Return whether the result code of a query means that all work has finished.
+    """Return whether `code`, the result of the query `api`, means that all work has finished.
 
     DeviceError is raised if the code is neither "success" nor "not ready".
     """

@@ -321,7 +321,7 @@ def _to_storage(array: NDArray, dtype: str) -> NDArray:
 
 
 def _host_buffer(address: int, nbytes: int, owner: object) -> HostBuffer:
-    """Return a ctypes array over host memory that keeps ``owner`` alive."""
+    """Return a ctypes array over `nbytes` bytes of host memory that keeps ``owner`` alive."""
     buffer = (ctypes.c_ubyte * nbytes).from_address(address)
     buffer.owner = owner  # type: ignore[attr-defined]
     return buffer

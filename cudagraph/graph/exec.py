@@ -114,13 +114,16 @@ class GraphExec:
         return self._native.launches
 
     def upload(self, stream: Stream) -> None:
-        """Upload the graph to the device, so that the first launch is as fast as later ones."""
+        """Upload the graph to the device, so that the first launch is as fast as later ones.
+
+        The upload is enqueued on `stream`.
+        """
         self._check_open()
         prepare_driver_call("cuGraphUpload")
         self._check_outcome(self._native.upload(stream.handle))
 
     def launch(self, stream: Stream) -> None:
-        """Enqueue one replay.
+        """Enqueue one replay on a stream.
 
         If a host step of an earlier replay has failed, nothing is launched and HostWorkError is
         raised.

@@ -152,7 +152,8 @@ def add_conditional(
 ) -> tuple[Any, list[int]]:
     """Add an "if" or "while" node to a CUgraph; return the node and the CUgraphs of its bodies.
 
-    The dependencies are CUgraphNodes; `bodies` is the number of bodies.
+    The dependencies are CUgraphNodes, `condition` is the handle of the condition, and `bodies` is
+    the number of bodies.
     """
     params = cu.CUgraphNodeParams()
     params.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL

@@ -206,7 +206,7 @@ def enqueue(
 
 
 def capture_of(handle: int) -> tuple[int, int] | None:
-    """Return (capture id, CUgraph) of the capture that a stream takes part in, or None."""
+    """Return (capture id, CUgraph) of the capture in which a stream takes part, or None."""
     code, status, capture, graph = _native.capture_info(handle)
     check_code("cuStreamGetCaptureInfo", code)
     if status == CAPTURE_INVALID:
@@ -215,10 +215,10 @@ def capture_of(handle: int) -> tuple[int, int] | None:
 
 
 def keep_captured(handle: int, owners: tuple[object, ...]) -> bool:
-    """Keep objects alive as long as the graph that a stream is capturing.
+    """Keep `owners` alive as long as the graph that the stream `handle` is capturing.
 
-    Call this function before enqueueing the operation that uses the objects. Return False, without
-    keeping anything alive, if the stream is not capturing.
+    Call this function before enqueueing the operation that uses the owned memory. Return False,
+    without keeping anything alive, if the stream is not capturing.
     """
     capture = capture_of(handle)
     if capture is None:
@@ -241,7 +241,7 @@ def check_captured() -> None:
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """Raise OptionError unless a deadline is a number of seconds in (0, MAX_DEADLINE_S]."""
+    """Raise OptionError unless `value` is a number of seconds in (0, MAX_DEADLINE_S]."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not 0 < value <= MAX_DEADLINE_S:
         raise OptionError(

@@ -51,7 +51,8 @@ def probe_transport(transport: str, kind: str, ordinal: int = 0) -> str:
     """Run one small graph with a transport in a child process, to find out whether it works.
 
     The transport, "mailbox" or "spinkernel", is the name of the lane method that the probe calls.
-    Return the reason why the transport does not work on the device; "" if it works.
+    `kind` and `ordinal` select the device as in :func:`open_device`. Return the reason why the
+    transport does not work on the device; "" if it works.
     """
     if transport not in WORKER_TRANSPORTS:
         raise OptionError(f"transport {transport!r} needs no probe")

@@ -185,7 +185,7 @@ def _compile_cuda(context: Context, source: KernelSource) -> LoadedModule:
 
 @functools.cache
 def cupy_problem(ordinal: int) -> str:
-    """Return why CuPy cannot compile and load kernels for a GPU; "" if it can.
+    """Return why CuPy cannot compile and load kernels for GPU number `ordinal`; "" if it can.
 
     If CuPy is installed but does not work, a warning says so.
     """

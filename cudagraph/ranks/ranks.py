@@ -134,9 +134,9 @@ class RankGroup:
     ) -> None:
         """Add a host step that sends messages to other ranks and receives messages from them.
 
-        All messages of the step are in flight concurrently. If a rank does not answer within
-        `deadline_s`, this step and all later steps fail. A message is a pair of a rank and a
-        buffer.
+        `sent` and `received` contain a pair of a rank and a buffer for each message. All messages
+        of the step are in flight concurrently. If a rank does not answer within `deadline_s`, this
+        step and all later steps fail.
         """
         messages = self._messages(sent, received, self.deadline_s)
         address, data = messages.work
@@ -160,7 +160,7 @@ class RankGroup:
         self._abort = True
 
     def send(self, peers: Sequence[int], *buffers: Buffer) -> None:
-        """Send buffers to ranks and wait until they are sent.
+        """Send buffers to each of the ranks `peers` and wait until they are sent.
 
         DeadlineError is raised if a rank does not receive them within `deadline_s`.
         """
@@ -168,7 +168,7 @@ class RankGroup:
         self._wait(self._messages(sent, (), self.deadline_s), sent, self.deadline_s)
 
     def receive(self, peer: int, *buffers: Buffer, timeout_s: float = math.inf) -> None:
-        """Receive buffers from a rank and wait until they are filled.
+        """Receive buffers from rank `peer` and wait until they are filled.
 
         DeadlineError is raised if the rank does not send them within ``timeout_s`` seconds.
         """

@@ -296,7 +296,10 @@ class ChildProcess:
         return f"{self.memory_bytes / (1 << 30):.3g} GiB of memory"
 
     def _lost(self, error: Exception) -> ChildLost:
-        """Reap the process after a call without a reply, and return the exception to raise."""
+        """Reap the process after a call without a reply, and return the exception to raise.
+
+        `error` is the exception with which the exchange of messages ended.
+        """
         interrupted = isinstance(error, _Interrupted)
         status = self._reap(kill=interrupted or self._closed)
         if self._closed:
@@ -336,7 +339,10 @@ class ChildProcess:
         self._peak_bytes = 0
 
     def _reap(self, *, kill: bool) -> int | None:
-        """Wait until the process exits and return its exit status; None if there is no process."""
+        """Wait until the process exits and return its exit status; None if there is no process.
+
+        With `kill`, or if the process does not exit within `_EXIT_TIMEOUT_S`, kill the process.
+        """
         with self._lock:
             process = self._process
             self._process = None
@@ -403,7 +409,10 @@ class ProcessPool:
         self._idle: list[ChildProcess] = []
 
     def new(self, memory_bytes: int = MEMORY_BYTES) -> ChildProcess:
-        """Return a process that is not started yet. The caller must pass it to `release` later."""
+        """Return a process that is not started yet. The caller must pass it to `release` later.
+
+        `memory_bytes` is the limit of its memory, see `ChildProcess`.
+        """
         return ChildProcess(memory_bytes, self._preload)
 
     def acquire(self, memory_bytes: int = MEMORY_BYTES) -> ChildProcess:

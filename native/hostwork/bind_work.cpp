@@ -138,7 +138,8 @@ void bind_streams(nb::module_& m) {
         const Result result = capture_info(stream, &info);
         return std::make_tuple(result, info.status, info.id, address_of(info.graph));
       },
-      nb::call_guard<GilRelease>(), "Return (code, status, capture id, CUgraph).");
+      nb::call_guard<GilRelease>(),
+      "Return (code, status, capture id, CUgraph) of a stream's capture.");
   m.def(
       "captured_host",
       [](std::uint64_t stream, std::uint64_t id, std::uint64_t graph, std::string name,

@@ -19,8 +19,8 @@ std::string path_of(void* library) {
   return map->l_name;
 }
 
-// Looks up a driver function by its name. Returns false if the driver does not have the requested
-// version of the function.
+// Looks up a driver function by its name and stores its address in `out`. Returns false if the
+// driver does not have the requested version of the function.
 template <typename Function>
 bool resolve(GetProcAddress get, const char* name, int version, Function* out) {
   void* entry = nullptr;

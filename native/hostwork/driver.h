@@ -70,9 +70,9 @@ struct Driver {
   void (*owe_answer)(int owes);
 };
 
-// Fills the table of driver functions from the loaded libcuda.so.1. `path` is the library with
-// which the device was opened; std::runtime_error is thrown if another library is loaded. Called
-// once.
+// Fills the table of driver functions from the loaded libcuda.so.1, and sets the primary context.
+// `path` is the library with which the device was opened; std::runtime_error is thrown if another
+// library is loaded. Called once.
 void bind_driver(const std::string& path, Handle context);
 inline const Driver* bound_driver = nullptr;
 

@@ -26,7 +26,8 @@ bool enter() {
 
 void leave() { entered.fetch_sub(1); }
 
-// Acquires the GIL, or parks the thread if the interpreter makes it exit.
+// Acquires the GIL. If the exiting interpreter makes the thread exit, lets it sleep forever
+// instead.
 PyGILState_STATE take_gil() {
   try {
     return PyGILState_Ensure();

@@ -97,7 +97,7 @@ double Port::shortest_limit_s() const {
                                                                      : limits_.answer_s;
 }
 
-// Opens a request, so that a thread can claim it and then answer it. Called by the first thread
+// Opens request `seq`, so that a thread can claim it and then answer it. Called by the first thread
 // that sees the request. A new request shows that the device no longer waits for the earlier ones.
 // If the earlier request has no answer yet, it fails and cannot be claimed any more.
 void Port::open_request(std::uint32_t seq) noexcept {
@@ -114,7 +114,7 @@ bool Port::try_claim(std::uint32_t seq, Claimant claimant) noexcept {
   return claim_.compare_exchange_strong(expected, pack(seq, claimant));
 }
 
-// Stores the answer to a request. The thread that has claimed the request calls it once. The
+// Stores the answer to request `seq`. Called once, by the thread that has claimed the request. The
 // request word is cleared first, because the device may post the next request as soon as it sees
 // the answer. A spinning kernel whose own deadline has passed does not wait for the answer. The
 // word may then already contain the next request, and is left unchanged.
@@ -183,9 +183,9 @@ void Port::fail(std::uint32_t seq, std::string reason) noexcept {
                Failure{record_->name(), replay_of(seq), nullptr, std::move(reason)});
 }
 
-// Claims a request for the watchdog and fails its replay: stores the graph's status first and then
-// the answer, which ends the device's wait (INVARIANTS.md M5). Does nothing if the worker has
-// claimed the request.
+// Claims request `seq` for the watchdog and fails its replay with the message `reason`: stores the
+// graph's status first and then the answer, which ends the device's wait (INVARIANTS.md M5). Does
+// nothing if the worker has claimed the request.
 void Port::release(std::uint32_t seq, const std::string& reason) {
   if (!try_claim(seq, kWatchdog)) return;
   fail(seq, reason);

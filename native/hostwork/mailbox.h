@@ -155,7 +155,7 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
     if (!skips_zero) return difference;
     return difference > 0 ? difference - 1 : difference + 1;
   }
-  // Returns the number of the launch that posted a request.
+  // Returns the number of the launch that posted request `seq`.
   std::int64_t replay_of(std::uint32_t seq) const {
     const std::int64_t launch = state_->launched();
     if (words_.completed != nullptr) return state_->base() + launch;

@@ -50,7 +50,8 @@ void configure_thread(Core& core) {
   pthread_setaffinity_np(pthread_self(), sizeof set, &set);
 }
 
-// Copies the worker's current list of ports to `ports`. Returns false if the thread must end.
+// Copies the worker's list of ports to `ports`, and the version of the list to `version`. Returns
+// false if the thread must end.
 bool update_ports(Core& core, std::vector<std::shared_ptr<Port>>* ports, std::uint64_t* version) {
   // The old list is destroyed after the mutex is unlocked, because it may own the last reference to
   // a port.

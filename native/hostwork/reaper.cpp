@@ -128,8 +128,8 @@ class ResourceRelease final : public Reapable {
   ResourceRelease(ResourceKind kind, std::uint64_t handle) : kind_(kind), handle_(handle) {}
 
   void reap(std::vector<PyObject*>&) noexcept override {
-    // After a context fault every driver call fails. The driver then frees the handle together with
-    // the context.
+    // After a context fault, this call fails, and the driver frees the handle together with the
+    // context.
     if (owned && destroy(kind_, handle_) != kSuccess) failed.fetch_add(1);
     live.fetch_sub(1);
   }

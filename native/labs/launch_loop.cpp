@@ -87,8 +87,8 @@ struct Samples {
   Times body_written;  // copies of ReplayOptions::body_written, taken after each replay
 };
 
-// Launches `count` replays and waits after each of them. Returns the driver's result code. The
-// caller must not hold the GIL.
+// Launches `count` replays, waits after each of them and appends its times to `out`. Returns the
+// driver's result code. The caller must not hold the GIL.
 int replay(const ReplayOptions& options, std::size_t count, Samples* out) {
   using Wait = int (*)(void* stream);
   using Hops = std::size_t (*)(std::uint64_t* out, std::size_t n);

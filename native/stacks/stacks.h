@@ -21,8 +21,8 @@ using Frames = std::vector<void*>;
 // Returns the call stack of the calling thread, innermost function first. The `skip` innermost
 // functions are omitted, counted from the caller of this function.
 __attribute__((noinline)) Frames of_this_thread(int skip);
-// Returns the call stack of a thread of this process; empty if the thread does not answer within
-// `limit_s` seconds.
+// Returns the call stack of thread `tid` of this process; empty if the thread does not answer
+// within `limit_s` seconds.
 Frames of_thread(pid_t tid, double limit_s);
 // Returns a name for a code address: "name+0x12 (libx.so)", or "libx.so+0x1234" if the library
 // exports no symbol for it.

@@ -142,7 +142,7 @@ struct SlotRequest {
   Path path;
   std::vector<int32_t> drafts;
   std::vector<int32_t> parents;  // for each draft, the row of its parent
-  std::vector<Path> paths;       // for each row of a growing tree, the states of its grammar
+  std::vector<Path> paths;       // for each row of a growing tree, the grammar states up to it
   bool active = true;
   HashMatcher matcher;
   std::atomic<bool> over{false};

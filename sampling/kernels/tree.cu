@@ -137,7 +137,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   if (probed && tid == 0) __threadfence_system();
 }
 
-// Writes the legal children of one parent, at most `branch`. Their probabilities are normalized
+// Writes the legal children of one parent, at most `branch`, and their scores (`total`). `ids` and
+// `values` are the candidates and their log probabilities; bit i of `legal` says whether candidate
+// i is legal; `score` is the score of the parent. The probabilities of the children are normalized
 // over all ids except for the candidates that the grammar has rejected. The normalizer is the mass
 // of the other candidates plus `others`, the mass of the ids that are not candidates. It is not
 // computed as 1 minus the mass of the rejected candidates, because they may have almost all of the
