@@ -114,10 +114,7 @@ class GraphExec:
         return self._native.launches
 
     def upload(self, stream: Stream) -> None:
-        """Upload the graph to the device, so that the first launch is as fast as later ones.
-
-        The upload is enqueued on `stream`.
-        """
+        """Enqueue an upload of the graph, so that the first launch is as fast as later ones."""
         self._check_open()
         prepare_driver_call("cuGraphUpload")
         self._check_outcome(self._native.upload(stream.handle))

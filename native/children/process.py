@@ -339,7 +339,7 @@ class ChildProcess:
         self._peak_bytes = 0
 
     def _reap(self, *, kill: bool) -> int | None:
-        """Wait until the process exits and return its exit status; None if there is no process.
+        """Wait until the process exits and return its status; None if no process is running.
 
         With `kill`, or if the process does not exit within `_EXIT_TIMEOUT_S`, kill the process.
         """
@@ -409,9 +409,9 @@ class ProcessPool:
         self._idle: list[ChildProcess] = []
 
     def new(self, memory_bytes: int = MEMORY_BYTES) -> ChildProcess:
-        """Return a process that is not started yet. The caller must pass it to `release` later.
+        """Return a process that is not started yet; see `ChildProcess` for `memory_bytes`.
 
-        `memory_bytes` is the limit of its memory, see `ChildProcess`.
+        The caller must pass the process to `release` later.
         """
         return ChildProcess(memory_bytes, self._preload)
 

@@ -90,8 +90,9 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   std::int64_t launched() const;
   // Returns the number of launches, including a launch whose driver call is in progress.
   std::int64_t announced() const;
-  // Count a launch: announce_launch() before the driver call, which notifies the listeners, and
-  // then confirm_launch() if the call succeeded or cancel_launch() if it failed.
+  // The caller counts a launch in two steps. Before the driver call, it calls announce_launch(),
+  // which also notifies the listeners. Afterwards, it calls confirm_launch() if the driver call
+  // succeeded, and cancel_launch() if the call failed.
   void announce_launch() noexcept;
   void confirm_launch() noexcept { launched_.fetch_add(1); }
   void cancel_launch() noexcept { announced_.fetch_sub(1); }

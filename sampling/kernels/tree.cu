@@ -138,12 +138,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 }
 
 // Writes the legal children of one parent, at most `branch`, and their scores (`total`). `ids` and
-// `values` are the candidates and their log probabilities; bit i of `legal` says whether candidate
-// i is legal; `score` is the score of the parent. The probabilities of the children are normalized
-// over all ids except for the candidates that the grammar has rejected. The normalizer is the mass
-// of the other candidates plus `others`, the mass of the ids that are not candidates. It is not
-// computed as 1 minus the mass of the rejected candidates, because they may have almost all of the
-// mass.
+// `values` are the candidates and their log probabilities. Bit i of `legal` says whether candidate
+// i is legal. `score` is the score of the parent.
+//
+// The probabilities of the children are normalized over all ids except for the candidates that the
+// grammar has rejected. The normalizer is the mass of the other candidates plus `others`, the mass
+// of the ids that are not candidates. The normalizer is not computed as 1 minus the mass of the
+// rejected candidates, because these may have almost all of the mass.
 __device__ inline void add_children(const TreeSize& tree, const int* ids, const float* values,
                                     float others, u32 legal, int parent, float score, int* token,
                                     int* parent_of, float* total) {
