@@ -41,7 +41,7 @@ _INT_MAX = 2**31 - 1
 HEADER_WORDS = 8
 #: Number of heartbeats that rank 0 sends within the deadline of the group.
 HEARTBEATS_PER_DEADLINE = 4
-#: Values of heartbeat messages; the last one precedes the header that stops the other ranks.
+#: Values of heartbeat messages. Rank 0 sends _LAST once, before the header that stops the others.
 _ALIVE = 1
 _LAST = 2
 #: Maximum seconds that one poll adds to the measured silence of rank 0. The limit matters if this

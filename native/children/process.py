@@ -52,7 +52,7 @@ _MAX_STOPPED_S = 0.5
 # An idle process waits for data, and a process that has begun a reply sends the rest at once, so
 # the pipe blocks only if the process is stopped by a signal.
 _PIPE_TIMEOUT_S = 10
-# Maximum time from the end of the pipe until the process has exited, in seconds.
+# Seconds that a process may take to exit after its pipe was closed.
 _EXIT_TIMEOUT_S = 5.0
 # Seconds between two samples of the state of a process that runs a call.
 _SAMPLE_INTERVAL_S = 0.05
