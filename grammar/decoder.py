@@ -181,8 +181,7 @@ class GuidedDecoder:
         self._exchange = exchange  # steps write to its memory, so it must stay alive
         self._last_published = 0  # last replay that was published or skipped
         self._last_with_steps = 0  # last replay that was published
-        # Numbers of skipped replays that have not been retired.
-        self._skipped: set[int] = set()
+        self._skipped: set[int] = set()  # numbers of skipped replays that have not been retired
         # Requests of retired replays whose matcher a worker thread still uses.
         self._late: list[GuidedRequest] = []
         self._in_flight: dict[int, tuple[GuidedRequest, ...]] = {}  # requests by replay number

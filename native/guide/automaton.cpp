@@ -72,8 +72,8 @@ int encode_utf8(uint32_t character, std::array<uint8_t, 4>* out) {
 
 // Appends sequences of byte ranges that match exactly the UTF-8 texts of a range of characters.
 //
-// The range is split until both ends have the same number of bytes and differ only in trailing
-// bytes that take all values from 0x80 to 0xBF.
+// The range is split into parts. The first and the last character of a part have the same number of
+// bytes and differ only in trailing bytes that take all values from 0x80 to 0xBF.
 void split_utf8(CharRange range, std::vector<ByteSequence>* out) {
   if (range.low > range.high) return;
   if (range.low <= 0xDFFF && range.high >= 0xD800) {  // surrogates are not characters
@@ -115,7 +115,7 @@ enum class Op : int32_t { kEmpty = 0, kSet = 1, kConcat = 2, kUnion = 3, kRepeat
 
 struct Expression {
   Op op;
-  std::vector<int32_t> children;        // kConcat, kUnion, kRepeat (one child)
+  std::vector<int32_t> children;        // operands of kConcat, kUnion and kRepeat (only one)
   std::vector<ByteSequence> sequences;  // kSet
   int32_t min = 0;                      // kRepeat
   int32_t max = 0;                      // kRepeat; -1: no limit
@@ -230,9 +230,10 @@ class Nfa {
 
   void connect(int32_t from, int32_t to) { states[at(from)].free.push_back(to); }
 
-  // Adds an expression that begins at state `from` and returns the state at its end.
+  // Adds expression number `index`, which begins at state `from`. Returns the state at its end.
   int32_t emit(int32_t index, int32_t from) {
-    // The number of states does not limit the work, because repetitions of the empty text add none.
+    // A limit of the number of states does not limit the time of this function, because repetitions
+    // of the empty text add no states.
     if (++work_ > kWorkPerState * max_states_) {
       throw std::length_error("automaton: expression is too large");
     }
@@ -640,7 +641,7 @@ void AutomatonGrammar::fill(int16_t state, int32_t* row) const noexcept {
 
 void AutomatonGrammar::compute(int16_t state, int32_t* row) const noexcept {
   const auto bytes = static_cast<size_t>(trie_->words()) * sizeof(int32_t);
-  bool stays = true;  // whether every plain byte leads from the state to the same state
+  bool stays = true;  // whether every plain byte leads from `state` back to `state`
   for (int byte = 0; byte < 256 && stays; ++byte) {
     const auto value = static_cast<uint8_t>(byte);
     stays = !TokenTrie::is_plain(value) || automaton_.next(state, value) == state;
@@ -780,7 +781,7 @@ void bind_automaton(nb::module_& guide) {
            nb::arg("grammar"), nb::arg("stop_ids"), Release())
       .def_prop_ro("grammar",
                    [](const AutomatonMatcher& matcher) {
-                     // Safe: the Python class has no method that changes a grammar.
+                     // The cast is safe, because the Python class cannot change a grammar.
                      return std::const_pointer_cast<AutomatonGrammar>(matcher.grammar());
                    })
       .def_prop_ro("state", &AutomatonMatcher::state);

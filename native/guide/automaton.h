@@ -165,7 +165,8 @@ class AutomatonGrammar {
   Automaton automaton_;
   std::shared_ptr<const TokenTrie> trie_;
   std::shared_ptr<RowPool> pool_;
-  mutable std::vector<std::atomic<const int32_t*>> rows_;  // by state; null until computed
+  // Mask rows by state; null until computed.
+  mutable std::vector<std::atomic<const int32_t*>> rows_;
 };
 
 // State of one request in the grammar of an automaton.

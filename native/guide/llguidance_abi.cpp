@@ -215,8 +215,8 @@ class Tokenizer {
 
   const void* get() const { return tokenizer_; }
   int64_t vocab_size() const { return vocab_size_; }
-  // Returns whether a mask allows an id with text that is not a stop id. LLGuidance has certainly
-  // cached such a mask when it computed the mask (invariant 5 of this file).
+  // Returns whether a mask allows an id with text that is not a stop id. LLGuidance caches each
+  // such mask when it computes the mask (invariant 5 of this file).
   bool allows_text(const uint32_t* mask) const noexcept {
     for (size_t w = 0; w < text_.size(); ++w) {
       if ((mask[w] & text_[w]) != 0) return true;
@@ -248,7 +248,7 @@ class Grammar {
 
   const Tokenizer& tokenizer() const { return *tokenizer_; }
 
-  // Returns a copy of the start state.
+  // Returns a new matcher in the start state.
   Handle start() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return Handle(api.clone(start_.get()));
@@ -409,8 +409,8 @@ class LLGuidanceMatcher final : public NativeMatcher {
     bool is_known = false;         // whether any mask was certainly cached
     bool may_be_replaced = false;  // whether a later mask may have been cached instead
     uint32_t checksum = 0;         // checksum of the last mask that was certainly cached
-    size_t max_size = 0;           // most tokens that precede one of the possibly cached masks
-    size_t fork = kNowhere;        // fewest tokens that the path was cut back to since that mask
+    size_t max_size = 0;           // longest path at which a possibly cached mask was computed
+    size_t fork = kNowhere;        // shortest length to which the path was cut since then
 
     void record(const ComputedMask& computed, size_t size) noexcept {
       if (computed.is_cached) {
@@ -513,7 +513,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
     cached_mask_.fork = std::min(cached_mask_.fork, size_);
   }
 
-  // Computes the correct mask of the state, or detects that no token is legal.
+  // Computes the correct mask after the accepted tokens, or detects that no token is legal.
   Outcome compute(ErrorText* error) noexcept {
     ComputedMask computed;
     if (!compute_once(&computed)) return dead_ ? Outcome::kYes : failed(error);
@@ -529,10 +529,10 @@ class LLGuidanceMatcher final : public NativeMatcher {
     return Outcome::kYes;
   }
 
-  // Makes LLGuidance cache a mask of the first `back` or fewer tokens (invariant 5 of this file).
-  // Rolls the matcher back to its first `back` tokens and computes the mask there, then goes back
-  // one token at a time until a mask is certainly cached. After kMaxTries masks without success,
-  // `live_` becomes a new copy of the start state.
+  // Makes LLGuidance cache the mask after the first `back` or fewer tokens (invariant 5 of this
+  // file). Rolls the matcher back to its first `back` tokens and computes the mask there, then goes
+  // back one token at a time until a mask is certainly cached. After kMaxTries masks without
+  // success, `live_` becomes a new copy of the start state.
   Outcome replace_cached_mask(size_t back, ErrorText* error) noexcept {
     for (size_t tries = kMaxTries; tries-- > 0;) {
       ComputedMask computed;

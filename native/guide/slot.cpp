@@ -132,7 +132,7 @@ void OrderServer::commit(SlotWork& work) const noexcept {
     fail(work);
     return;
   }
-  work.accepted = 0;  // node 0 is the last of these tokens
+  work.accepted = 0;  // node 0 is now the last committed token
   work.filled_drafts = 0;
   work.closed = 0;
   if (!work.terminated) return;
@@ -290,15 +290,11 @@ void OrderServer::probe_tree(SlotWork& work) const noexcept {
 // equally likely candidates, the one of the node with the smallest number is tested first. The
 // matcher returns to node 0.
 void OrderServer::probe_lattice(SlotWork& work) const noexcept {
-  // `score` is the probability of the node. `left` is the total probability of those candidates for
-  // its children that have not been rejected. `next` is the index of the next candidate.
-  // `next_score` is the probability of the node that this candidate would become; -1 if there is no
-  // candidate.
   struct Node {
-    double score;
-    double left = 1.0;
-    double next_score = -1.0;
-    int next = 0;
+    double score;              // probability of the node
+    double left = 1.0;         // total probability of the candidates that have not been rejected
+    double next_score = -1.0;  // probability of the next candidate's node; -1: no candidate
+    int next = 0;              // index of the next candidate
     int children = 0;
   };
   Order& order = work.order;

@@ -149,8 +149,8 @@ struct Order {
 // runs the steps owns these members, even while the slot is busy.
 struct Assignment {
   bool joined = false;           // whether a request has used the slot
-  int32_t epoch = 0;             // number of the slot assignment
-  int32_t position = 0;          // position of its last committed token
+  int32_t epoch = 0;             // epoch of the request, see Request in worker.h
+  int32_t position = 0;          // position of the request's last committed token
   int64_t committed_replay = 0;  // last replay whose commit record was read
   int64_t drafted_replay = 0;    // replay whose drafts follow the last committed token; 0: none
   Commit pending;                // commit that arrived while the slot was busy
@@ -173,11 +173,11 @@ struct Probed {
   std::vector<uint32_t> legal;  // tree probe: bitmask of the legal candidates after each node
 };
 
-// Processor time and memory that the matcher of a request uses, and the limits of its work order.
+// Processor time and memory that the matcher of a request uses. The slot fails when the
+// processor-time clock of the thread that serves its work order reaches `cpu_limit` ns; 0 means no
+// limit. As long as monotonic_ns() is below `time_limit`, the order cannot have used up its
+// processor time, so the processor-time clock need not be read.
 struct Usage {
-  // The slot fails when the processor-time clock of the thread that serves its work order reaches
-  // `cpu_limit` ns; 0 means no limit. As long as monotonic_ns() is below `time_limit`, the order
-  // cannot have used up its processor time, so the processor-time clock need not be read.
   int64_t cpu_limit = 0;
   int64_t time_limit = 0;
   int64_t slow_ns = 0;  // processor time of all slow orders of the request

@@ -174,6 +174,7 @@ void Worker::step(const StepRecord& record) noexcept {
     // If a pool thread still serves the slot's previous request, the new request joins in the first
     // open step that finds the slot idle.
     if (slot.assignment.epoch != request.epoch) continue;
+
     // In lattice modes, the grammar step also chooses the drafts of unconstrained requests. The
     // host publishes unconstrained requests only if the drafts are trees.
     const bool lattice = is_lattice_mode(exchange_.layout.mode) && record.step == Step::kDraft;

@@ -64,8 +64,9 @@
 
 namespace graft::guide {
 
-// A request of a replay. `position` is the position of its last token when the request joined the
-// batch. `matcher` is null if the request is unconstrained.
+// A request of a replay. `epoch` counts the requests that have used the slot so far. `position` is
+// the position of the request's last token when it joined the batch. `matcher` is null if the
+// request is unconstrained.
 struct Request {
   int32_t slot = 0;
   int32_t epoch = 0;
