@@ -7,10 +7,13 @@ Tests marked ``full`` need ``--full``, tests marked ``ptx`` need ``--ptx``, and 
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib.util
 import os
+import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,6 +57,61 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if is_selected(item)]
+
+
+#: Packages without which a part of the tests cannot run, by the name under which they are imported.
+OPTIONAL_PACKAGES = (
+    *("llguidance", "xgrammar", "tvm_ffi", "jsonschema", "jsonschema_specifications", "openai"),
+    *("starlette", "uvicorn", "pydantic", "prometheus_client", "httpx", "gguf", "mpi4py"),
+    "cuda.core",
+)
+
+
+@functools.cache
+def missing_package_pattern() -> re.Pattern[str] | None:
+    """Return a pattern of messages that say that a missing package is required.
+
+    The result is None if all packages are installed.
+    """
+    missing = [name for name in OPTIONAL_PACKAGES if importlib.util.find_spec(name) is None]
+    if not missing:
+        return None
+    names = "|".join(map(re.escape, missing))
+    return re.compile(
+        rf"(?:No module named '|import of )(?P<module>{names})\b"
+        rf"|\b(?P<package>{names}) is not installed",
+        re.IGNORECASE,
+    )
+
+
+def skip_if_package_is_missing(report: pytest.CollectReport | pytest.TestReport) -> None:
+    """Change the outcome of a failure to "skipped" if it says that a package is not installed."""
+    pattern = missing_package_pattern()
+    if not report.failed or pattern is None:
+        return
+    texts = [report.longreprtext, *(text for _, text in report.sections)]
+    found = pattern.search("\n".join(texts))
+    if found:
+        name = found["module"] or found["package"]
+        report.outcome = "skipped"
+        path = report.nodeid.partition("::")[0]
+        report.longrepr = (path, 0, f"Skipped: the package {name} is not installed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skip test files that import a missing package."""
+    report = yield
+    skip_if_package_is_missing(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Skip tests that need a missing package."""
+    report = yield
+    skip_if_package_is_missing(report)
+    return report
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -28,7 +28,7 @@ from graft.grammar.matcher import CompiledGrammar, GrammarBackend
 from graft.grammar.processes import POOL, call_error
 from graft.grammar.resolve import candidate_backends
 from graft.grammar.spec import Spec
-from graft.grammar.usable import unusable_reason, usable_backends, warn_if_unusable
+from graft.grammar.usable import usable_backends, warn_if_unusable
 from graft.grammar.vocabulary import Vocabulary
 from graft.native.children.errors import ChildCrashed, ChildLost, ChildTimeout, ChildUnavailable
 from graft.native.children.process import MEMORY_BYTES, TIMEOUT_S, ChildProcess
@@ -84,7 +84,8 @@ class _SharedBackends:
     cache
         Compiled grammars by specification.
     default
-        Backend of grammars whose specification names no backend.
+        Backend of grammars whose specification names no backend; None if `choice` is ``"auto"`` and
+        no grammar library can be used.
     """
 
     def __init__(self, vocabulary: Vocabulary, choice: BackendChoice, cache_bytes: int):
@@ -92,12 +93,10 @@ class _SharedBackends:
         self._lock = threading.Lock()
         self._backends: dict[str, GrammarBackend] = {}
         self.cache = GrammarCache(cache_bytes)
+        self.default: GrammarBackend | None
         if isinstance(choice, str):
             name = next(usable_backends(), "") if choice == "auto" else choice
-            if not name:
-                reasons = "; ".join(map(unusable_reason, BACKENDS))
-                raise OptionError(f"grammar_backend: auto can use no grammar library: {reasons}")
-            self.default = self.backend(name)
+            self.default = self.backend(name) if name else None
         else:
             self.default = make_backend(choice, vocabulary)
 
@@ -181,7 +180,8 @@ class GrammarService:
     Attributes
     ----------
     backend
-        Backend of grammars whose specification names no backend.
+        Backend of grammars whose specification names no backend. None if the choice is ``"auto"``
+        and no grammar library can be used; every grammar is then refused with the reason.
     """
 
     def __init__(
@@ -351,6 +351,7 @@ class GrammarService:
                     raise
                 reasons.append(str(error))
                 continue
+            assert backend is not None  # candidate_backends has raised an error if no library works
             if not isinstance(backend, BoundedBackend):
                 return backend.compile(spec)
             try:

@@ -22,11 +22,11 @@ from graft.grammar import (
     GrammarSpec,
     GrammarUnavailableError,
     Vocabulary,
-    usable,
 )
+from graft.grammar.backends import llguidance
+from graft.grammar.backends import xgrammar as xgrammar_module
 from graft.grammar.backends.llguidance import LLGuidanceBackend
 from graft.grammar.backends.xgrammar import XGrammarBackend
-from graft.grammar.compile import service as service_module
 from graft.grammar.processes import POOL
 from graft.native.children.errors import ChildUnavailable
 from graft.native.children.process import Call, ChildProcess
@@ -512,11 +512,24 @@ def test_compile_service_rejects_invalid_options(name, value):
         GrammarService(byte_vocabulary(), **{name: value})
 
 
-def test_compile_service_without_libraries_names_reasons(serve, monkeypatch):
-    for module in (service_module, usable):
-        monkeypatch.setattr(module, "unusable_reason", lambda name: f"no {name}")
-    with pytest.raises(OptionError, match=r"can use no grammar library: no \w+; no "):
-        serve("auto", byte_vocabulary(272))
+def test_compile_service_without_libraries_refuses_each_grammar(serve, monkeypatch):
+    """The service starts, so that an engine can run requests that have no grammar."""
+
+    def refuse():
+        raise OptionError("it is not installed")
+
+    monkeypatch.setattr(llguidance, "load_native", refuse)
+    monkeypatch.setattr(xgrammar_module, "load_native", refuse)
+    service = serve("auto", byte_vocabulary(272))
+    for spec in (
+        GrammarSpec.regex("a+"),
+        GrammarSpec.json_schema(PLAIN),
+        GrammarSpec.ebnf('root ::= "a"'),
+    ):
+        with pytest.raises(GrammarError, match="it is not installed"):
+            service.submit(spec).result(60)
+    with pytest.raises(OptionError, match="it is not installed"):
+        serve("llguidance", byte_vocabulary(272))
 
 
 PLAIN = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}

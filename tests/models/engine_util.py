@@ -102,6 +102,8 @@ class FixedDraftLengths:
 def task_request(task: Task, **options: Any) -> Request:
     """Return a request with the prompt and grammar of a task."""
     fields = {"max_tokens": 160, **options}
+    import llguidance  # noqa: F401 (tests of guided requests are skipped without a grammar library)
+
     return Request(prompt=task.text, grammar=task_grammar(task), **fields)
 
 
