@@ -573,7 +573,7 @@ class Trainer:
     def acceptance_length(self, rows: list[Row], drafts: int = 3) -> dict[str, float]:
         """Return the tokens per round of greedy chains of masked drafts, by kind of request.
 
-        The simulation follows the answers of the rows.
+        The simulation assumes that the target generates the answers of the rows.
         """
         sums: dict[str, list[int]] = {}
         for i in range(0, len(rows), 8):
