@@ -261,7 +261,7 @@ class NativeBackedMatcher(Matcher):
     native
         The native matcher.
     keep
-        Objects that the native matcher refers to and that must stay alive as long as the matcher.
+        Objects to which the native matcher refers. The matcher keeps them alive.
     """
 
     def __init__(

@@ -268,9 +268,9 @@ def _close_objects(schema: Any) -> Any:
 def _resolve_for_xgrammar(value: Any, options: _SchemaOptions, raw: bool) -> _ResolvedSchema:
     """Return the form of a JSON schema for XGrammar, which compiles schemas unchanged.
 
-    With the option `partial`, the keywords with which XGrammar would write text that is not JSON
-    are removed. Otherwise, a schema with such keywords, or with keywords that XGrammar ignores, is
-    refused.
+    With some keywords, XGrammar would write text that is not JSON. The option `partial` removes
+    these keywords. Without `partial`, a schema with such keywords, or with keywords that XGrammar
+    ignores, is refused.
     """
     if options.key_order == "any":
         raise GrammarError("JSON schema: XGrammar writes keys in the schema's order only")

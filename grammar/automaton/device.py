@@ -91,8 +91,8 @@ class DeviceAutomata:
     state
         State of all slots. The kernels run on its device.
     exchange
-        Memory with the records and mask rows of the same slots. Its draft mode must not be one that
-        probes, that is, that tests the drafter's candidates with the matcher.
+        Memory with the records and mask rows of the same slots. Its draft mode must fill mask rows.
+        Modes that probe (test the drafter's candidates with the matcher) are not supported.
     sampler
         Sampler whose kernels verify the drafts of each round. The kernels of this class read the
         committed tokens from the results of the verification.

@@ -28,8 +28,8 @@ from graft.native.errors import OptionError
 
 __all__ = ["LLGuidanceBackend", "Prepared", "check_syntax", "load_native", "prepare"]
 
-# Memory of a compiled grammar, in bytes. LLGuidance does not report it. The value is the measured
-# number of bytes by which the process grows per JSON schema that a request has used.
+# Memory of a compiled grammar, in bytes. LLGuidance does not report it. The value was measured as
+# the growth of the process per JSON schema, after a request had used the schema.
 _MATCHER_BYTES = 180_000
 
 #: Maximum number of tokenizers that a backend keeps, see `LLGuidanceBackend`.
@@ -138,7 +138,10 @@ def _check_text(spec: Spec, text: str) -> None:
 
 
 def lark_rules(grammar: ResolvedGrammar, special: Mapping[str, int] = NO_TOKENS) -> str:
-    """Return a grammar in LLGuidance's Lark dialect. `special` is as in `prepare`."""
+    """Return a grammar in LLGuidance's Lark dialect.
+
+    `special` contains ids of special tokens by name; see `prepare`.
+    """
     if grammar.rules and not special:
         return grammar.rules
     spec = grammar.spec
@@ -286,9 +289,9 @@ class LLGuidanceBackend:
             return made
 
     def _named_tokens(self, references: Iterable[str]) -> frozenset[int]:
-        """Return the ids of the tokens with text that a grammar names.
+        """Return the ids of the tokens with text that a Lark grammar names.
 
-        `references` are as in `Prepared`.
+        `references` are the names in the grammar, such as ``<name>`` and ``<[7]>``.
         """
         named = {self._named_text[name] for name in references if name in self._named_text}
         for reference in references:

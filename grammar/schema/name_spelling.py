@@ -54,11 +54,12 @@ class OneSpelling(NamedTuple):
 def with_one_spelling(schema: Any) -> OneSpelling:
     r"""Return the form of a routed schema in which LLGuidance compares names correctly.
 
-    If additional properties may have any value, they become properties with a pattern that every
-    name matches, because LLGuidance writes names that match a pattern without unnecessary escape
-    sequences. If additional properties have a schema, or if the schema has patterns, this is not
-    possible, because LLGuidance only accepts disjoint patterns. ``\u`` escapes are then disabled in
-    all strings, which excludes the control characters that have no other escape sequence.
+    Where a pattern constrains names, LLGuidance writes them without unnecessary escape sequences.
+    If additional properties may have any value, the returned schema therefore allows them with a
+    pattern that every name matches. If additional properties have a schema, or if the schema has
+    patterns, this is not possible, because LLGuidance only accepts disjoint patterns. The returned
+    schema then disables ``\u`` escapes in all strings. This excludes the control characters that
+    have no other escape sequence.
     """
     parts = subschemas(schema)
     found = [(pointer, part) for pointer, part in parts if _compares(part)]

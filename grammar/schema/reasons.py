@@ -29,7 +29,7 @@ class Reason(NamedTuple):
 
 
 class NoExactForm(Exception):
-    """Raised for a keyword that cannot be rewritten into a form which a backend enforces exactly.
+    """Raised for a keyword without a form that a backend enforces exactly.
 
     The caller catches it and reports it to the user as a `Reason`.
     """

@@ -295,9 +295,9 @@ def _check_finite(
 def _endless_keyword(
     part: SchemaObject, is_finite: Callable[[Any], bool], references: References
 ) -> tuple[str, Any] | None:
-    """Return a keyword that no finite value satisfies, and the subschema in it that is the cause.
+    """Return a keyword that no finite value satisfies, and the subschema in it that causes this.
 
-    Return None if the subschema has a finite value according to `is_finite`.
+    Return None if a finite value satisfies `part`. `is_finite` says this for the other subschemas.
     """
     if "$ref" in part:  # older drafts ignore the keywords next to $ref
         reference = part["$ref"]

@@ -106,7 +106,8 @@ class _Lowering:
         `name` is the type of the format, for error messages.
         """
         first = alternatives[0][0]
-        # If all sequences begin with the same free text, the text after it decides between them.
+        # If all sequences begin with the same free text, the text after the free text shows which
+        # sequence matches.
         is_free = bool(first.absent) and all(pieces[0] is first for pieces in alternatives)
         pieces = [self.joiner.sequence(pieces) for pieces in alternatives]
         return self.joiner.alternatives(pieces, name, check=not is_free)
@@ -114,8 +115,8 @@ class _Lowering:
     def _spread(self, form: Format, ends: Sequence[str] | None) -> list[list[Piece]]:
         """Return the alternatives of a format, each as a list of consecutive pieces.
 
-        The caller can append the pieces that follow the format to each alternative. Free text at
-        the end of an alternative and the text that ends it then become one terminal.
+        The caller appends the pieces that follow the format to each alternative. If an alternative
+        ends with free text, the free text and the text at which it ends can then form one terminal.
         """
         try:
             return self._spread_parts(form, ends)

@@ -18,7 +18,7 @@ _ANY_CHARACTER = "([^a] | [a])"
 
 
 def replace_dots(text: str) -> str:
-    """Return an EBNF grammar in which each dot is an expression for any character."""
+    """Return an EBNF grammar in which `_ANY_CHARACTER` replaces each dot."""
     return _DOT.sub(lambda match: match[1] or _ANY_CHARACTER, text)
 
 
@@ -90,7 +90,7 @@ def _rules(form: Format, rules: str) -> Format:
 
 
 def _other_starts(texts: Iterable[str]) -> str:
-    """Return a regular expression that matches the texts that begin with none of `texts`."""
+    """Return a regular expression of all texts that begin with none of `texts`."""
     if "" in texts:
         return "[^\\s\\S]"
     following: dict[str, list[str]] = {}

@@ -154,7 +154,7 @@ class AutomatonGrammar {
   const Automaton& automaton() const { return automaton_; }
   const TokenTrie& trie() const { return *trie_; }
 
-  // Writes the mask row of a state, which allows the legal tokens that have text. Thread-safe.
+  // Writes the mask row of a state. The row allows the legal tokens with text. Thread-safe.
   void fill(int16_t state, int32_t* row) const noexcept;
 
  private:

@@ -580,7 +580,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
 void check_behaviour() {
   constexpr char kText[] =
       R"({"grammars": [{"lark_grammar": "%llguidance {\"no_forcing\": true}\nstart: \"ab\""}]})";
-  const std::vector<uint32_t> stop_ids{3};  // the ids 0 to 2 have the texts a, b and ab
+  const std::vector<uint32_t> stop_ids{3};  // id 3 ends the text; ids 0 to 2 are a, b and ab
   const auto tokenizer =
       std::make_shared<const Tokenizer>(std::vector<uint32_t>{1, 1, 2, 0}, "abab", stop_ids);
   const auto grammar = std::make_shared<Grammar>(tokenizer, kText);
@@ -591,7 +591,7 @@ void check_behaviour() {
     throw std::runtime_error(
         "LLGuidance behaves differently from release 1.9: " + std::string(what) + reason);
   };
-  for (int run = 0; run < 2; ++run) {  // the second matcher copies the first one, after its reset
+  for (int run = 0; run < 2; ++run) {  // the second run tests a matcher that reuse() has reset
     LLGuidanceMatcher matcher(grammar, stop_ids);
     const auto row = [&] {
       int32_t word = 0;

@@ -533,7 +533,7 @@ class MarkedMatcher final : public NativeMatcher {
   int32_t state_ = 0;               // state of the opening or of the scanner
   bool started_ = false;            // whether the marker is complete, or the output has no opening
   bool stopped_ = false;            // whether a stop token has ended the free text
-  // First tokens of the output: those that could become the opening, and the token that has
+  // First tokens of the output: the tokens that could begin the opening, and the token that has
   // completed it. As long as the opening is not complete, `inner_` has also accepted the first
   // `in_grammar_` of these tokens.
   std::vector<int32_t> opening_tokens_;

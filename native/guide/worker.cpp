@@ -420,8 +420,7 @@ void Worker::read_commit(Slot& slot, bool idle, int64_t latest) noexcept {
   std::copy_n(Exchange::ids(committed), count, assignment.pending.tokens.begin());
 }
 
-// Copies the drafts of a replay into the slot's work order, provided that these drafts continue the
-// tokens that the slot's matcher has accepted.
+// Copies the drafts of a replay into the slot's work order if they continue the committed tokens.
 void Worker::read_drafts(Slot& slot, int64_t replay) noexcept {
   Drafted* drafted = exchange_.drafted(slot.work.index);
   Order& order = slot.work.order;

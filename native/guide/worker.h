@@ -170,8 +170,8 @@ class Worker {
   // makes one order slow.
   static constexpr int64_t kMaxSlow = 20;
 
-  // Maximum time that a step waits for threads that get no processor time, as a multiple of the
-  // budget.
+  // Maximum time, as a multiple of the budget, that a step waits for pool threads without processor
+  // time.
   static constexpr int64_t kPatience = 200;
 
   // Number of bytes by which late work orders of a request may increase the resident memory.

@@ -245,8 +245,7 @@ class XGrammarMatcher final : public NativeMatcher {
   static bool has(const uint32_t* ids, int32_t token) noexcept {
     return ((ids[token >> 5] >> (token & 31)) & 1u) != 0;
   }
-  // Returns the ids that are legal after the lead with which the last text ends; null if it does
-  // not end with a lead.
+  // If the accepted text ends with a lead, returns the ids that are legal after it; otherwise null.
   const uint32_t* following() const noexcept {
     if (after_lead_.empty() || after_lead_.back().size != size_) return nullptr;
     return follows_ + after_lead_.back().lead * words_;

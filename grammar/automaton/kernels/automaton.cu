@@ -136,8 +136,8 @@ __device__ __forceinline__ void find_row(const Advance& a, FillItem& item, unsig
   atomicAdd(found ? &a.cache->hits : &a.cache->misses, 1u);
 }
 
-// Assigns a row of the cache to the state of an item (clock algorithm), unless another thread is
-// assigning one or has assigned one.
+// Assigns a row of the cache to the state of an item (clock algorithm). Does nothing if another
+// thread has assigned a row to this state or is doing so.
 __device__ inline void assign_row(const Advance& a, FillItem& item, unsigned int now) {
   int* own = Automaton(a.tables, item.table).rows + item.state;
   if (atomicCAS(own, ROW_ABSENT, ROW_CLAIMED) != ROW_ABSENT) return;
@@ -214,9 +214,9 @@ __device__ __forceinline__ void count_ids(unsigned int word, int w, int& legal, 
   last = w * 32 + 31 - __clz(static_cast<int>(word));
 }
 
-// Open step: requests those mask rows that verification needs and that are not filled yet: row 0
-// and the rows of the drafts. If `copied` is set, the host's mask rows were copied over the rows of
-// all slots, so all rows are requested.
+// Open step: requests the mask rows that verification reads (row 0 and the rows of the drafts),
+// unless they are already filled. If `copied` is set, the host's mask rows were copied over the
+// rows of all slots, so all rows are requested.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_open(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
                    int* exchange, const ExchangeLayout layout, unsigned char* memory,
@@ -325,8 +325,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 }
 
 // Fills the mask rows of the items that the previous kernel has written, and writes their stamps.
-// Block (i, p) fills part p of the row of item i. Of an item's blocks, the one that finishes last
-// writes the stamp. With `forced`, the stamp of a row with a single legal id contains this id, as
+// Block (i, p) fills part p of the row of item i. The last block of an item that finishes writes
+// the stamp. With `forced`, the stamp of a row with a single legal id contains this id, as
 // on the host (Forced::token with `unique_only`, native/guide/slot.h).
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_fill(FillItem* items, const AutomatonSlot* states, int* masks, int* exchange,

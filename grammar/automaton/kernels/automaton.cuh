@@ -44,7 +44,7 @@ struct AutomatonSlot {
   long long table;  // offset of an AutomatonTable in the memory of all tables
   int epoch;        // epoch of the request, see Slot
   int applied;      // last replay whose commit was applied to state[0]
-  int drafted;      // replay whose commit and draft steps have filled the rows in `filled`
+  int drafted;      // replay in which the rows marked in `filled` were filled
   int num_stop_ids;
   int stop_ids[AUTOMATON_STOPS];  // ids that end the text in an accepting state
   int state[AUTOMATON_NODES];     // state of each node of the draft tree

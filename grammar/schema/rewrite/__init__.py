@@ -40,8 +40,8 @@ class Rewritten(NamedTuple):
         Parts of the original schema for which the new schema excludes some valid values, because no
         form is known that allows exactly the valid values.
     origins
-        Maps the JSON pointer of each definition that rewriting has added to the pointer of the
-        original subschema of which the definition is a copy.
+        Rewriting adds definitions that are copies of subschemas. This dict maps the JSON pointer of
+        each added definition to the pointer of the original subschema.
     """
 
     schema: Any

@@ -251,7 +251,7 @@ class Negation:
         return any_of(options)
 
     def _item(self, index: int, schema: Any) -> Any:
-        """Return the schema of arrays that have an item at `index` which satisfies `schema`."""
+        """Return the schema of arrays whose item at `index` exists and satisfies `schema`."""
         if schema is False:
             return False
         prefix = "prefixItems" if self._draft >= 2020 else "items"

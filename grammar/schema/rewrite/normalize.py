@@ -43,7 +43,7 @@ _SINCE = {
     "prefixItems": 2020,
     "$dynamicRef": 2020,
 }
-#: Keywords that are kept next to ``$ref`` in drafts that ignore all keywords next to ``$ref``.
+#: Keywords that are kept next to ``$ref`` although old drafts ignore all keywords there.
 _KEPT_NEXT_TO_REF = word_set("$schema $defs definitions title description $comment")
 _DEFINITIONS = ("$defs", "definitions")
 #: Keywords whose subschemas apply to the same value as the schema that contains the keyword, but

@@ -55,7 +55,7 @@ class Restricted(NamedTuple):
     keywords
         Keywords that replace the bounds and the ``multipleOf`` of the subschema.
     narrowed
-        Descriptions of the valid numbers that are excluded, by the keyword that excludes them.
+        Descriptions of the valid numbers that the new keywords exclude, by keyword.
     empty
         Whether no number is valid.
     """
@@ -260,7 +260,8 @@ class Numbers:
     def _above(self, bound: _Bound, sign: int, narrowed: dict[str, str]) -> _Bound:
         """Return an inclusive fractional bound just inside an exclusive whole bound.
 
-        The parameters are as in `_representable`.
+        `sign` is 1 for lower bounds and -1 for upper bounds. The method adds to `narrowed` a
+        description of the numbers between the two bounds.
         """
         digits = max(1, 15 - len(str(abs(bound.value.numerator)).lstrip("0")))
         gap = self._gap(bound, sign)

@@ -109,7 +109,8 @@ class Rewriter:
     Attributes
     ----------
     lost, narrowed
-        As in `Rewritten`, but possibly with duplicates.
+        Parts without an exact form, and parts whose new form excludes valid values; see
+        `Rewritten`. Both lists may have duplicates.
     references, negation, disjoint
         References, complements and disjointness proofs of the document. The rules use them.
     """

@@ -190,11 +190,10 @@ def _exclude(
 
 
 def _exclude_empty(rewriter: Rewriter, one: Any, other: Any) -> SchemaObject | None:
-    """Return a schema that excludes the only value which satisfies two schemas.
+    """Return a schema that excludes ``[]`` or ``{}`` if no other value satisfies both schemas.
 
-    The function recognizes two arrays, or two objects, with disjoint schemas for their elements.
-    The only value that satisfies both schemas is then ``[]`` or ``{}``. In all other cases, the
-    function returns None.
+    The function recognizes this case if both schemas describe arrays, or both describe objects,
+    with disjoint schemas for their elements. In all other cases, the function returns None.
     """
     one = rewriter.references.follow(one)
     other = rewriter.references.follow(other)
@@ -363,7 +362,7 @@ def _closed_names(rewriter: Rewriter, schema: Any) -> frozenset[str] | None:
     return frozenset(schema.get("properties", ()))
 
 
-#: The rule of each keyword that has one.
+#: Rewriting rules by keyword.
 RULES: dict[str, Rule] = {
     "oneOf": _one_of,
     "not": _not,
