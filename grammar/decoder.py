@@ -268,7 +268,7 @@ class GuidedDecoder:
     def add(self, lane: GraphLane, work: NativeWork, *, name: str) -> None:
         """Append a step to a graph lane. The decoder's `transport` selects the implementation.
 
-        Work that is appended to the lane later starts after the step has completed.
+        Any later work of the lane waits until the step has completed.
 
         Parameters
         ----------
@@ -403,7 +403,7 @@ class GuidedDecoder:
         )
 
     def _check_requests(self, requests: Sequence[GuidedRequest]) -> dict[int, GuidedRequest]:
-        """Check the requests of a replay, and set `Matcher.claimed` for those of new requests.
+        """Check the requests of a replay, and mark the matchers of new requests as claimed.
 
         Returns
         -------

@@ -48,7 +48,7 @@ class GrammarBackendError(GrammarError):
 
     @classmethod
     def of(cls, subject: str, cause: BaseException) -> GrammarBackendError:
-        """Return the error with the given cause. `subject` begins the message."""
+        """Return the error with the given cause. Its message begins with `subject`."""
         error = cls(f"{subject}: {describe(cause)}")
         error.__cause__ = cause
         return error

@@ -258,7 +258,7 @@ class GrammarSpec(Spec):
         Raises
         ------
         GrammarError
-            A field is missing, unknown or invalid. The message names its place.
+            A field is missing, unknown or invalid. The message names the place of the field.
         """
         subject = "structural format"
         if isinstance(form, str):

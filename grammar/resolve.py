@@ -131,7 +131,7 @@ def candidate_backends(spec: Spec, backend: str) -> tuple[str, ...]:
         return (name,)
     if spec.kind == "structural_format":
         return BACKENDS
-    # XGrammar is preferred, because EBNF is its own notation.
+    # XGrammar is preferred, because EBNF is XGrammar's own notation.
     if spec.kind == "ebnf" and not unusable_reason("xgrammar"):
         return ("xgrammar",)
     for found in usable_backends():

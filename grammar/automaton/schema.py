@@ -1,9 +1,8 @@
 """Lowering of JSON schemas to the expressions of `graft.grammar.regular.expression`.
 
-A schema is lowered if it is not recursive and consists of objects that allow no additional
-properties, arrays, strings, numbers, enumerations, and unions of these. For such schemas, it is
-known exactly how LLGuidance writes the values. For any other schema, `lower_schema` raises
-`NotRegular`.
+A schema is lowered if it is not recursive and consists of strings, numbers, enumerations, arrays,
+objects without additional properties, and unions of these. For such schemas, it is known exactly
+how LLGuidance writes the values. For any other schema, `lower_schema` raises `NotRegular`.
 """
 
 from __future__ import annotations

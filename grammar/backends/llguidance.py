@@ -106,7 +106,7 @@ def load_native() -> str:
 
 
 def check_syntax(grammar: ResolvedGrammar) -> None:
-    """Raise `GrammarError` if LLGuidance refuses a grammar. LLGuidance only parses the grammar."""
+    """Raise `GrammarError` if LLGuidance refuses a grammar, which is only parsed, not compiled."""
     if grammar.spec.kind != "json_schema":  # the router has already checked schemas
         _check_text(grammar.spec, _lark_grammar(lark_rules(grammar)))
 
@@ -121,7 +121,7 @@ def _lark_grammar(rules: str) -> str:
 
 
 def _check_text(spec: Spec, text: str) -> None:
-    """Raise `GrammarError` if LLGuidance refuses the grammar `text`, given in its JSON format.
+    """Raise `GrammarError` if LLGuidance refuses `text`, a grammar in LLGuidance's JSON format.
 
     Also raise the error if LLGuidance warns that it ignores a part of the grammar, unless `spec` is
     `partial`.
@@ -354,7 +354,7 @@ class LLGuidanceBackend:
             native = _native.guide.LLGuidanceGrammar(tokenizer, result.text)
         except RuntimeError as error:
             message = _error_message(str(error), spec.kind)
-            if "removal index" in message:  # the panic that an unknown special token causes
+            if "removal index" in message:  # an unknown special token causes this panic
                 message = "names a special token that the vocabulary does not have"
             raise GrammarError(f"{spec.kind}: {message}") from None
         compiled = CompiledGrammar(self, spec, native, _MATCHER_BYTES + len(result.text))

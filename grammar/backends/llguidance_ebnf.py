@@ -83,7 +83,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Repeat:
-    """A node that matches `low` to `high` repetitions of a part; None means no maximum."""
+    """A node that matches `low` to `high` repetitions of a part; no maximum if `high` is None."""
 
     part: Node
     low: int
@@ -245,8 +245,8 @@ class _Parser:
     def _characters(self, text: str, position: int) -> list[tuple[int, bool]]:
         """Return the codes of the characters between the delimiters of a string or set.
 
-        Each code comes with whether the character was escaped. `position` is the position of `text`
-        in the grammar, for error messages.
+        Each code is paired with a flag that says whether the character was escaped. `position` is
+        the position of `text` in the grammar, for error messages.
         """
         found: list[tuple[int, bool]] = []
         index = 1

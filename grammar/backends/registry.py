@@ -1,4 +1,4 @@
-"""Registry of backends by name, and a check of a grammar with the backend that would compile it."""
+"""Create backends by name, and check a grammar with the backend that would compile it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _missing_members(backend: object) -> list[str]:
 
 
 def check_syntax(spec: Spec, backend: str) -> None:
-    """Raise `GrammarError` if an engine refuses a grammar.
+    """Raise `GrammarError` if an engine would refuse a grammar.
 
     `backend` is the engine's option `grammar_backend`. The function must run in a child process,
     because its running time depends on the grammar and is not bounded, and because graft reads

@@ -283,7 +283,10 @@ def _structural_tag(document: Any, whitespace: Whitespace) -> str:
 def _schema_rules(
     schema: Any, whitespace: Whitespace, any_order: bool = False, strict: bool = True
 ) -> str:
-    """Convert a JSON schema to EBNF rules with XGrammar."""
+    """Convert a JSON schema to EBNF rules with XGrammar.
+
+    `any_order` allows keys in any order, and `strict` forbids additional properties.
+    """
     any_whitespace, indent, separators, strict, max_whitespace, _ = _layout(whitespace, strict)
     rules = library().Grammar.from_json_schema(
         _schema_text(schema),

@@ -60,7 +60,7 @@ class _CompileQueue:
         self.jobs: queue.SimpleQueue[_Compilation | None] = queue.SimpleQueue()
 
     def end_threads(self) -> None:
-        """End the threads after they have finished the queued jobs, and wait for their end."""
+        """Let the threads finish the queued jobs and end, and wait until they have ended."""
         for _ in self.threads:
             self.jobs.put(None)
         for thread in self.threads:

@@ -48,10 +48,10 @@ def lower_regex(
 ) -> Expression:
     """Return the expression of the texts that match a pattern from start to end.
 
-    For each character, class and escape of the pattern, `one_of` converts the ranges of matching
-    characters to an expression. For example, it can add the escape sequences of JSON strings.
-    `classes` contains the characters of class escapes such as ``\\d``, by letter. Raise
-    `NotRegular` if the pattern has unsupported syntax.
+    `one_of` returns the expression of one character of the given ranges. It is called for each
+    character, class and escape of the pattern, and can add, for example, the escape sequences of
+    JSON strings. `classes` contains the characters of class escapes such as ``\\d``, by letter.
+    Raise `NotRegular` if the pattern has unsupported syntax.
     """
     return _Parser(pattern, one_of, classes or {}).parse()
 

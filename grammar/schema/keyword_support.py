@@ -34,7 +34,8 @@ __all__ = ["BACKENDS", "KEYWORDS", "ignored_keywords"]
 BACKENDS = ("llguidance", "xgrammar")
 
 
-#: Treatment by LLGuidance, treatment by XGrammar, and keywords; see `KEYWORDS`.
+#: Each element: treatment by LLGuidance, treatment by XGrammar, and the keywords that are treated
+#: in this way; see `KEYWORDS`.
 _BY_TREATMENT = (
     (
         "exact",

@@ -42,7 +42,7 @@ class OneSpelling(NamedTuple):
     Attributes
     ----------
     schema
-        The schema.
+        The rewritten schema.
     narrowed
         Descriptions of the valid values that the schema excludes.
     """

@@ -178,10 +178,10 @@ class _Checked(NamedTuple):
 def _closest_form(
     schema: Any, draft: int, whitespace: Whitespace, assert_formats: bool | None
 ) -> tuple[Rewritten, list[Reason], _Checked]:
-    """Return the closest form of a schema, the reasons why it is not exact, and its `_Checked`.
+    """Return the closest form of a schema, the reasons why it is not exact, and its checked form.
 
-    If LLGuidance refuses even the closest form, the `text` of the `_Checked` is empty. Each reason
-    has a JSON pointer into the given schema, not into the closest form.
+    If LLGuidance refuses even the closest form, the `text` of the checked form is empty. Each
+    reason has a JSON pointer into the given schema, not into the closest form.
 
     Some definitions are not satisfied by any finite value. References to them are replaced with
     ``false`` if LLGuidance refuses the definitions, or if outputs could begin a value that never

@@ -297,7 +297,8 @@ def _endless_keyword(
 ) -> tuple[str, Any] | None:
     """Return a keyword that no finite value satisfies, and the subschema in it that causes this.
 
-    Return None if a finite value satisfies `part`. `is_finite` says this for the other subschemas.
+    Return None if a finite value satisfies `part`. `is_finite` tells whether a finite value
+    satisfies another subschema.
     """
     if "$ref" in part:  # older drafts ignore the keywords next to $ref
         reference = part["$ref"]

@@ -70,7 +70,7 @@ class TriggerLookup:
 
 
 class _Field(NamedTuple):
-    """A field of a type of formats.
+    """Description of a field that the formats of one type have.
 
     Attributes
     ----------

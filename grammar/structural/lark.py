@@ -51,7 +51,8 @@ def lark_text(form: Format, whitespace: Whitespace, special: Mapping[str, int] =
 def split_names(text: str, names: Mapping[str, int]) -> list[tuple[str, bool]]:
     """Split a text at the names of tokens in it. Longer names take precedence.
 
-    Return the non-empty parts of the text, each with whether it is a name in `names`.
+    Return the non-empty parts of the text. Each part is paired with a flag that says whether it is
+    a name in `names`.
     """
     if not names:
         return [(text, False)] if text else []

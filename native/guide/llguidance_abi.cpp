@@ -322,7 +322,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
       terminated_ = ends_with(id);
       return terminated_ ? Outcome::kYes : Outcome::kNo;
     }
-    // If the token is the next undone token of the path, it is known to be legal.
+    // The undone tokens of the path were accepted before, so the next one is known to be legal.
     if (size_ == path_.size() || path_[size_] != id) {
       if (move(size_, error) == Outcome::kFailed) return Outcome::kFailed;
       const Outcome legal = is_legal(id, error);

@@ -146,7 +146,7 @@ class Marker {
   int32_t max_skipped_;
   std::vector<Space> spaces_;
   // Bitmasks and illegal ids by state of the opening. A state up to `max_space_` is the number of
-  // white-space characters so far. State max_space_ + n follows n bytes of the opening.
+  // white-space characters so far. In state max_space_ + n, n bytes of the opening have been read.
   std::vector<std::vector<int32_t>> opening_rows_;
   std::vector<std::vector<int32_t>> opening_illegal_;
 };

@@ -154,7 +154,7 @@ struct Assignment {
   int64_t committed_replay = 0;  // last replay whose commit record was read
   int64_t drafted_replay = 0;    // replay whose drafts follow the last committed token; 0: none
   Commit pending;                // commit that arrived while the slot was busy
-  bool outdated = false;         // whether the work order being served was written before `pending`
+  bool outdated = false;  // whether the order being served was written before `pending` arrived
   std::vector<int32_t> stamped;  // state of each mask row in the device's stamps
 };
 

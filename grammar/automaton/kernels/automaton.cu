@@ -179,7 +179,7 @@ __device__ inline void use_cache(const Advance& a, int num_items) {
   }
 }
 
-// Removes the rows of a table from the cache. Launched with one block.
+// Removes the rows of a table from the cache. The kernel must be launched with one block.
 extern "C" __global__ void automaton_forget(unsigned char* memory, long long table,
                                             CachedRow* cached) {
   const Automaton automaton({memory, nullptr, nullptr, 0}, table);

@@ -51,8 +51,8 @@ struct AutomatonSlot {
   int filled[AUTOMATON_NODES];    // whether the row of the node is filled
 };
 
-// Work for one mask row. The kernels that advance states write it, and `automaton_fill` executes
-// it.
+// Describes the work for one mask row. The kernels that advance states write the items, and
+// `automaton_fill` executes them.
 struct FillItem {
   long long table;  // as in AutomatonSlot
   int action;       // FILL_*

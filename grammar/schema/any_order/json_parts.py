@@ -60,7 +60,7 @@ class JsonParts:
         self._stripped: dict[_StripKey, tuple[SchemaObject, Any]] = {}
         self._definitions: dict[str, str] = {}  # names of definitions in JSON parts, by pointer
         self._parts: dict[int, SchemaObject] = {}  # reachable schemas, by id
-        self._with_orders: set[int] = set()  # ids of reachable schemas with several key orders
+        self._with_orders: set[int] = set()  # ids of reachable schemas that `has_orders` reports
         self._find_parts()
 
     def resolve(self, reference: Any) -> Any:

@@ -27,7 +27,7 @@ __all__ = [
     "separators",
 ]
 
-BITS = 64  # number of bits in the parameter that LLGuidance's parametrized Lark rules have
+BITS = 64  # number of bits of the parameter of a parametrized Lark rule
 _SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 _PLAIN_CHARACTER = r"[\x20-\x21\x23-\x5b\x5d-\x7e\x{80}-\x{10ffff}]"
 _ESCAPED_CHARACTER = r'\\(?:["\\bfnrt]|u00(?:0[0-7bef]|1[0-9a-f]|7f))'

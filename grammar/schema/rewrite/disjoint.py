@@ -172,7 +172,7 @@ def _have_common_value(values: list[Any], others: list[Any]) -> bool:
 
 
 def _strings_are_apart(one: SchemaObject, other: SchemaObject) -> bool:
-    """Return whether provably no string satisfies both schemas."""
+    """Return whether it is certain that no string satisfies both schemas."""
     values = values_of(one)
     if values is not None and _all_refused(values, other):
         return True
@@ -198,9 +198,9 @@ def _property_schema(schema: SchemaObject, name: str) -> Any:
 
 
 def _all_refused(words: list[Any], schema: SchemaObject) -> bool:
-    """Return whether a schema's ``minLength``, ``maxLength`` and ``pattern`` allow none of `words`.
+    """Return whether a schema's ``minLength``, ``maxLength`` or ``pattern`` excludes each word.
 
-    Values in `words` that are not strings count as not allowed.
+    Values in `words` that are not strings count as excluded.
     """
     min_length = schema.get("minLength", 0)
     max_length = schema.get("maxLength", math.inf)

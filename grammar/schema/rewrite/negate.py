@@ -283,7 +283,7 @@ class Negation:
     def _objects(self, schema: SchemaObject, names: Names) -> Iterator[Any]:
         """Yield schemas whose union contains the objects with a missing or invalid property.
 
-        These are the objects that violate the keywords of `schema` for properties.
+        These are the objects that violate a keyword for properties in `schema`.
         """
         properties = schema.get("properties", {})
         for name in required_of(schema):

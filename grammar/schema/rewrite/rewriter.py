@@ -326,10 +326,10 @@ Rule = Callable[[Rewriter, Any, Site], None]
 
 
 def _make_adjacent(out: SchemaObject, first: str, second: str) -> None:
-    """Move the keyword `second` directly after `first` if the schema has an applicator.
+    """Move the keyword `second` directly after `first` if `out` has a keyword of `_APPLICATORS`.
 
-    LLGuidance reads the keywords between two keywords of `_APPLICATORS` as a separate schema. An
-    applicator between `first` and `second` would therefore separate them.
+    LLGuidance reads the keywords between two keywords of `_APPLICATORS` as a separate schema. Such
+    a keyword between `first` and `second` would therefore separate them.
     """
     if first not in out or second not in out or not _APPLICATORS & out.keys():
         return

@@ -140,7 +140,7 @@ def _exclusive_options(
                     conjunct = rewriter.rewrite_exactly(restriction, pointer, types)
                     conjuncts.append(conjunct)
             if omitted and rewriter.disjoint.proved(part, {"allOf": conjuncts}, base):
-                raise omitted[0]  # nothing of the option would remain
+                raise omitted[0]  # the restricted option would allow no value
             exclusive.append({"allOf": [part, *conjuncts]} if conjuncts else part)
         for error in omitted:
             why = f"some valid values are not produced: {error}"
@@ -158,10 +158,10 @@ def _exclude(
 ) -> Any:
     """Return a schema that excludes the values of the second option of `pair` from the first.
 
-    The options are those of a ``oneOf``. The caller combines the first option and the schema `base`
-    with the result, so the result may allow or exclude values that do not satisfy both of them. The
-    result allows all values of the JSON types for which the two options are disjoint. `names` are
-    all properties that objects can have; None if they can have any name.
+    The options are those of a ``oneOf``. The result only matters for values that satisfy the first
+    option and the schema `base`, because the caller combines it with both. It allows all values of
+    the JSON types for which the two options are disjoint. `names` are all properties that objects
+    can have; None if they can have any name.
 
     If a part of the second option's complement cannot be expressed, the result does not allow the
     values of this part, and the function appends the error to `omitted`.

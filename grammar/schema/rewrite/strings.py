@@ -103,7 +103,7 @@ def _check_quantifiers(pattern: str) -> None:
 
 
 def _class_character(pattern: str, at: int) -> str:
-    """Return the converted form of a character in a character class."""
+    """Return the converted form of the character at `at`, which is in a character class."""
     char = pattern[at]
     if char == "[" or pattern[at : at + 2] in ("&&", "--", "~~"):
         return "\\" + char
@@ -111,7 +111,7 @@ def _class_character(pattern: str, at: int) -> str:
 
 
 def _character(pattern: str, at: int) -> str:
-    """Return the converted form of a character outside character classes."""
+    """Return the converted form of the character at `at`, which is in no character class."""
     char = pattern[at]
     if pattern.startswith(("(?=", "(?!", "(?<=", "(?<!"), at):
         raise NoExactForm("pattern", f"look-around in {pattern!r} cannot be enforced")
