@@ -232,8 +232,7 @@ class Nfa {
 
   // Adds expression number `index`, which begins at state `from`. Returns the state at its end.
   int32_t emit(int32_t index, int32_t from) {
-    // A limit of the number of states does not limit the time of this function, because repetitions
-    // of the empty text add no states.
+    // Count the calls, because repetitions of the empty text take time but add no states.
     if (++work_ > kWorkPerState * max_states_) {
       throw std::length_error("automaton: expression is too large");
     }

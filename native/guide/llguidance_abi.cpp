@@ -337,7 +337,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
   int accept_all(const int32_t* tokens, int count, ErrorText* error) noexcept override {
     int accepted = accept_text(tokens, count, error);
     // Tokens that accept_text() has refused are tested again. For a few grammars, LLGuidance
-    // refuses a token in a call for several tokens but accepts it in a call of its own.
+    // refuses a token in a call for several tokens but accepts it in a separate call.
     while (accepted >= 0 && accepted < count) {
       const Outcome outcome = accept(tokens[accepted], error);
       if (outcome == Outcome::kNo) break;

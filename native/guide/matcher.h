@@ -96,7 +96,7 @@ class NativeMatcher {
       timing;  // shared by all matchers of the grammar; null: never trusted
 };
 
-// Returns a mask of the bits in the last word of a mask row that correspond to token ids.
+// Returns the last word of a mask row that allows all token ids.
 inline int32_t last_word_bits(int64_t vocab_size) {
   return static_cast<int32_t>(~0u >> (31 - (vocab_size - 1) % 32));
 }

@@ -140,7 +140,7 @@ void OrderServer::commit(SlotWork& work) const noexcept {
   work.ended = true;
   // The device normally ends the request at the stop id. If this id is not among the stop ids on
   // the device, the device continues with row 0 in the next round. The state of row 0 then ends the
-  // request; without it, the request would wait for the row forever.
+  // request. Otherwise, the request would wait for the row forever.
   set_row(work, 0, ROW_DEAD_END);
 }
 

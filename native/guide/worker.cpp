@@ -495,7 +495,7 @@ void Worker::count_open(const Slot& slot, const Request& request) noexcept {
   if (slot.busy.load() && !ready) counters_.of[count::budget_stalls].add();
 }
 
-// Stamps those mask rows of the slot whose state has changed.
+// Stamps the mask rows of the slot that have changed their state.
 void Worker::stamp_rows(Slot& slot) noexcept {
   for (int j = 0; j < exchange_.layout.rows; ++j) {
     const int32_t state = slot.work.rows.state[at(j)].load(std::memory_order_acquire);

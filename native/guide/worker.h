@@ -245,8 +245,8 @@ class Worker {
   const int threads_;
   const Budget budget_;
   const int statm_;  // descriptor of /proc/self/statm
-  // The last member, because the pool's threads must end before the members that they use are
-  // destroyed.
+  // Must be the last member, because the pool's threads must end before the members that they use
+  // are destroyed.
   std::unique_ptr<Pool, Pool::End> pool_;
 };
 

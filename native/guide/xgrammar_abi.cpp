@@ -109,7 +109,7 @@ Outcome call(void* function, Any* arguments, int32_t count, ErrorText* error) {
     keep_message(error);
     return Outcome::kFailed;
   }
-  // rollback returns None, all other methods a bool
+  // rollback() returns None; all other methods return a bool
   return result.type_index == kNone || result.integer != 0 ? Outcome::kYes : Outcome::kNo;
 }
 
