@@ -62,13 +62,13 @@ def with_one_spelling(schema: Any) -> OneSpelling:
     have no other escape sequence.
     """
     parts = subschemas(schema)
-    found = [(pointer, part) for pointer, part in parts if _compares(part)]
+    found = [(pointer, part) for pointer, part in parts if _has_ambiguous_names(part)]
     if not found:
         return OneSpelling(schema)
-    if all(_allows_any_addition(part) for _, part in found) and not _limits_patterns(parts):
+    if all(_allows_any_addition(part) for _, part in found) and not _may_refuse_every_name(parts):
         new = copy_json(schema)
         for _, part in subschemas(new):
-            if _compares(part):
+            if _has_ambiguous_names(part):
                 part.pop("additionalProperties", None)
                 part.pop("patternProperties", None)
                 # LLGuidance reads the two keywords together only if they are adjacent.
@@ -83,7 +83,7 @@ def with_one_spelling(schema: Any) -> OneSpelling:
     return OneSpelling(new, (narrowed,))
 
 
-def _compares(part: SchemaObject) -> bool:
+def _has_ambiguous_names(part: SchemaObject) -> bool:
     """Return whether LLGuidance compares property names that JSON can spell in several ways.
 
     The function considers the property names of the objects that satisfy `part`.
@@ -105,11 +105,11 @@ def _allows_any_addition(part: SchemaObject) -> bool:
     return not any(map(_ESCAPED.search, names))
 
 
-def _limits_patterns(parts: list[tuple[str, SchemaObject]]) -> bool:
+def _may_refuse_every_name(parts: list[tuple[str, SchemaObject]]) -> bool:
     """Return whether LLGuidance may refuse a schema to which the pattern `EVERY_NAME` is added.
 
-    This is the case if the schema already has patterns, or if it limits the number of properties
-    and allows no additional ones. `parts` are all subschemas with their pointers.
+    This is the case if the schema already has patterns, or if subschemas limit the number of
+    properties and forbid additional properties. `parts` are all subschemas with their pointers.
     """
     counts = closed = False
     for _, part in parts:

@@ -115,7 +115,7 @@ def _unsafe_pattern(pattern: Any) -> str:
     if not isinstance(pattern, str):
         return ""
     for match in _PIECE.finditer(pattern):
-        if not pattern.isascii() and _is_wide(match):
+        if not pattern.isascii() and _class_needs_escape(match):
             return (
                 f"XGrammar would write characters of the class {match[0]!r} without an escape, "
                 "because the pattern has a character that is not ASCII"
@@ -126,8 +126,8 @@ def _unsafe_pattern(pattern: Any) -> str:
     return ""
 
 
-def _is_wide(match: re.Match[str]) -> bool:
-    """Return whether a piece of a pattern is a class that may match a character to be escaped.
+def _class_needs_escape(match: re.Match[str]) -> bool:
+    """Return whether a piece of a pattern is a class of characters some of which JSON escapes.
 
     JSON escapes quotes, backslashes and control characters.
     """

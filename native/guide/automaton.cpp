@@ -466,7 +466,7 @@ class Determinizer {
   std::vector<int32_t> pending_;  // states whose edges close() follows
   std::vector<int32_t> targets_;  // targets of the previous class
   std::vector<int32_t> set_;      // result of close()
-  std::vector<int32_t> marks_;    // number of the last close() that visited a state
+  std::vector<int32_t> marks_;    // by state of the Nfa: number of the last close() that visited it
   int32_t mark_ = 0;
   int64_t work_ = 0;
 };

@@ -85,7 +85,7 @@ class Numbers:
 
     def values(self, values: list[Any]) -> list[Any]:
         """Return the values of an ``enum`` that LLGuidance writes exactly."""
-        return [value for value in values if self._is_written(value)]
+        return [value for value in values if self._is_written_exactly(value)]
 
     def restrict(self, schema: SchemaObject, types: JsonTypes) -> Restricted:
         """Return the bounds and the ``multipleOf`` of a schema in a form that is enforced exactly.
@@ -114,7 +114,7 @@ class Numbers:
                     narrowed["multipleOf"] = _NOT_BELOW_0
         if step is not None and (low or high):
             return self._multiples_between(keywords, step, low, high, is_integer, narrowed)
-        is_read = all(_is_read(bound.value) for bound in (low, high) if bound)
+        is_read = all(_is_read_exactly(bound.value) for bound in (low, high) if bound)
         if is_read and (
             is_integer
             or not (self._may_become_inclusive(low) or self._may_become_inclusive(high, -1))
@@ -233,10 +233,10 @@ class Numbers:
         """
         if bound is None:
             return None
-        if _is_read(bound.value):
+        if _is_read_exactly(bound.value):
             if is_integer or not self._may_become_inclusive(bound, sign):
                 return bound
-            return self._above(bound, sign, narrowed)
+            return self._bound_inside(bound, sign, narrowed)
         if is_integer and bound.value == _MAX_INTEGER and sign < 0:
             return bound  # LLGuidance reads this number as 2**63 and reduces it to 2**63 - 1
         found = float(bound.value)
@@ -257,7 +257,7 @@ class Numbers:
             narrowed.setdefault(bound.keyword, _not_produced(bound.value, value))
         return _Bound(value, False, bound.keyword)
 
-    def _above(self, bound: _Bound, sign: int, narrowed: dict[str, str]) -> _Bound:
+    def _bound_inside(self, bound: _Bound, sign: int, narrowed: dict[str, str]) -> _Bound:
         """Return an inclusive fractional bound just inside an exclusive whole bound.
 
         `sign` is 1 for lower bounds and -1 for upper bounds. The method adds to `narrowed` a
@@ -273,12 +273,12 @@ class Numbers:
         narrowed[bound.keyword] = _not_produced(bound.value, value)
         return _Bound(value, False, bound.keyword)
 
-    def _is_written(self, value: Any) -> bool:
+    def _is_written_exactly(self, value: Any) -> bool:
         """Return whether LLGuidance writes a value of an ``enum`` exactly."""
         if isinstance(value, list):
-            return all(map(self._is_written, value))
+            return all(map(self._is_written_exactly, value))
         if isinstance(value, dict):
-            return all(map(self._is_written, value.values()))
+            return all(map(self._is_written_exactly, value.values()))
         if not _is_number(value):
             return True
         if isinstance(value, float) and _read_double(value) != value:
@@ -427,7 +427,7 @@ def _text(value: Fraction) -> str:
         return str(Decimal(value.numerator) / Decimal(value.denominator))
 
 
-def _is_read(value: Fraction) -> bool:
+def _is_read_exactly(value: Fraction) -> bool:
     """Return whether LLGuidance reads a bound exactly.
 
     The absolute value of a whole bound must be below 2**53. The absolute value of a fraction must

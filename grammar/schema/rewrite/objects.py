@@ -61,8 +61,8 @@ def _required_together(name_lists: dict[str, list[str]], required: set[str]) -> 
 
     `name_lists` contains, for each property, the properties that must be present if it is present.
     """
-    # Each key is a set of properties. Its value consists of two lists: the set in order, and the
-    # properties (owners) whose presence requires the whole set.
+    # This dict maps a set of properties to two lists: the set in a fixed order, and the properties
+    # (owners) whose presence requires the whole set.
     groups: dict[frozenset[str], tuple[list[str], list[str]]] = {}
     for name, names in name_lists.items():
         group = list(dict.fromkeys([*names, name]))
