@@ -204,7 +204,7 @@ class ProgramReader {
 class Nfa {
  public:
   struct State {
-    ByteRange range{1, 0};      // empty if the state has no byte edge
+    ByteRange range{1, 0};      // bytes of the byte edge; empty if the state has none
     int32_t next = -1;          // target of the byte edge
     std::vector<int32_t> free;  // targets of the edges without a byte
   };
@@ -461,10 +461,10 @@ class Determinizer {
   const AutomatonLimits& limits_;
   Automaton out_;
   std::vector<uint8_t> first_byte_;         // smallest byte of each class
-  std::vector<std::vector<int32_t>> sets_;  // states of the Nfa, by state of the automaton
+  std::vector<std::vector<int32_t>> sets_;  // set of Nfa states for each state of the automaton
   std::unordered_map<std::vector<int32_t>, int16_t, SetHash> numbers_;
-  std::vector<int32_t> pending_;  // states whose edges close() follows
-  std::vector<int32_t> targets_;  // targets of the previous class
+  std::vector<int32_t> pending_;  // Nfa states whose edges close() follows
+  std::vector<int32_t> targets_;  // Nfa states that the previous byte class leads to
   std::vector<int32_t> set_;      // result of close()
   std::vector<int32_t> marks_;    // by state of the Nfa: number of the last close() that visited it
   int32_t mark_ = 0;

@@ -138,7 +138,7 @@ class RowPool {
   // The system assigns memory to the pages of this array only when a row is written.
   std::unique_ptr<int32_t[]> storage_;
   std::mutex mutex_;           // guards the two fields below
-  int32_t used_ = 0;           // rows of `storage_` that were ever taken
+  int32_t used_ = 0;           // number of rows of `storage_` that were ever taken
   std::vector<int32_t> free_;  // indices of the rows that were given back
 };
 

@@ -529,10 +529,10 @@ class MarkedMatcher final : public NativeMatcher {
   int64_t num_free_tokens_ = 0;              // number of tokens of the free text after the opening
   int64_t first_undoable_ = 0;      // index of the first free-text token that can be undone
   int64_t num_grammar_tokens_ = 0;  // number of tokens that `inner_` has accepted
-  std::vector<int32_t> skipped_;    // characters of each white-space token after the marker
-  int32_t state_ = 0;               // state of the opening or of the scanner
-  bool started_ = false;            // whether the marker is complete, or the output has no opening
-  bool stopped_ = false;            // whether a stop token has ended the free text
+  std::vector<int32_t> skipped_;  // number of characters of each white-space token after the marker
+  int32_t state_ = 0;             // state of the opening or of the scanner
+  bool started_ = false;          // whether the marker is complete, or the output has no opening
+  bool stopped_ = false;          // whether a stop token has ended the free text
   // First tokens of the output: the tokens that could begin the opening, and the token that has
   // completed it. As long as the opening is not complete, `inner_` has also accepted the first
   // `in_grammar_` of these tokens.

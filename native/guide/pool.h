@@ -139,7 +139,7 @@ class Pool {
   }
 
  private:
-  static constexpr int kSpins = 400;                 // about 10 to 20 microseconds
+  static constexpr int kSpins = 400;  // polls before a thread sleeps; about 10 to 20 microseconds
   static constexpr int64_t kMaxSleep = 1'000'000;    // ns between reads of the budget's clock
   static constexpr int64_t kPollInterval = 100'000;  // ns between reads of the threads' clocks
 

@@ -407,7 +407,8 @@ void OrderServer::fill_mask(SlotWork& work, int j) const noexcept {
     return;
   }
   int32_t any = 0;
-  for (int64_t w = 0; w < count && any == 0;) {  // in blocks that the compiler vectorizes
+  // Test the words in blocks, because the compiler vectorizes the inner loop.
+  for (int64_t w = 0; w < count && any == 0;) {
     for (const int64_t end = std::min(w + 64, count); w < end; ++w) any |= words[w];
   }
   if (any != 0) {

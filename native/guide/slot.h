@@ -19,7 +19,7 @@
 
 namespace graft::guide {
 
-constexpr int kMaxNodes = 65;  // `closed` has one bit per draft
+constexpr int kMaxNodes = 65;  // node 0, and one draft for each bit of SlotWork::closed
 
 inline size_t at(int index) { return static_cast<size_t>(index); }
 
@@ -89,7 +89,7 @@ class Forced {
   int32_t token(const int32_t* row, int64_t words) const noexcept;
 
  private:
-  static constexpr int kMaxPrefixes = 64;  // maximum legal ids of a row that is examined
+  static constexpr int kMaxPrefixes = 64;  // rows with more legal ids are not examined
 
   size_t length(int32_t id) const noexcept {
     return at(id) + 1 < starts_.size() ? starts_[at(id) + 1] - starts_[at(id)] : 0;

@@ -238,7 +238,7 @@ class Worker {
   std::vector<Snapshot> snapshots_;
   const Snapshot* current_ = nullptr;
   int64_t replay_ = 0;               // current replay
-  std::vector<StepRecord> records_;  // open, commit, draft 1 .. K
+  std::vector<StepRecord> records_;  // records of the steps open, commit, draft 1 .. K
   std::vector<int> ordered_;         // slots with a work order in this step
   Counters counters_;
   Timeline timeline_;

@@ -47,8 +47,8 @@ struct AutomatonSlot {
   int drafted;      // replay in which the rows marked in `filled` were filled
   int num_stop_ids;
   int stop_ids[AUTOMATON_STOPS];  // ids that end the text in an accepting state
-  int state[AUTOMATON_NODES];     // state of each node of the draft tree
-  int filled[AUTOMATON_NODES];    // whether the row of the node is filled
+  int state[AUTOMATON_NODES];     // automaton state or NODE_* of each node of the draft tree
+  int filled[AUTOMATON_NODES];    // whether the mask row of each node is filled
 };
 
 // Describes the work for one mask row. The kernels that advance states write the items, and
