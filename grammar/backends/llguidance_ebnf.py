@@ -669,7 +669,8 @@ class _Following:
     def nullable(self, node: Node) -> bool:
         """Return whether a node matches the empty text.
 
-        `of_terminals` computes the table `_nullable`; meanwhile, the result is preliminary.
+        Until `of_terminals` has completed the table `_nullable`, the result may be False although
+        the node matches the empty text.
         """
         if node in self._machines:
             return False
@@ -680,8 +681,8 @@ class _Following:
     def first(self, node: Node) -> Ranges:
         """Return the characters with which the texts of a node can begin.
 
-        `of_terminals` computes the tables `_first` and `_nullable`; meanwhile, the result is
-        preliminary.
+        Until `of_terminals` has completed the tables `_first` and `_nullable`, characters may be
+        missing in the result.
         """
         if node in self._machines:
             machine = self._machines[node]

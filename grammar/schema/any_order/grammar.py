@@ -382,9 +382,9 @@ class _RuleBuilder:
         if patterns:
             why = "keys with characters that JSON escapes are not produced"
             self.excluded.append(NoExactForm("patternProperties", why))
-        # There is a group of keys for each pattern, and one for the keys that match no pattern.
-        # The elements of a group are the prefix of the keys' terminal, which requires a match of
-        # the pattern; the keys that the terminal excludes; and the schemas of the values.
+        # There is a group of keys for each pattern, and one for the keys that match no pattern. A
+        # group consists of a prefix for the terminal that matches the keys, the keys that this
+        # terminal excludes, and the schemas of the values.
         groups: list[tuple[str, list[str], Conjuncts]] = []
         for pattern, schemas in zip(patterns, shape.patterns.values(), strict=True):
             groups.append((f"{pattern} & ", names, schemas))
