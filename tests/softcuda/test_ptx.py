@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import softcuda_util as util
 from ptx_util import HEADER, elementwise, module
+from softcuda_util import code
 
 from graft.cudagraph.errors import DeviceError
 from graft.cudagraph.kernels import nvrtc, ptx
@@ -251,6 +252,22 @@ def run_body(soft, body: str, arrays, out: np.ndarray, block=32, grid=1, shared=
 
 
 STORE = "mad.wide.u32 %rd9, %r0, 4, %rd{};\nst.global.u32 [%rd9], {};"
+
+
+def test_ptx_kernel_has_48_kib_of_static_and_dynamic_shared_memory(soft):
+    """cuFuncSetAttribute raises the limit of dynamic shared memory."""
+    body = ".shared .align 4 .b8 tile[16384];  mov.u32 %r5, tile;  ld.shared.u32 %r6, [%r5];"
+    loaded = soft.cuModuleLoadData(module(body, 1, "").encode() + b"\0")
+    function = soft.cuModuleGetFunction(loaded, b"k")
+    attribute = soft.d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    pointer = soft.ints(0)
+    assert soft.cuFuncGetAttribute(attribute, function) == 32768
+    soft.run(function, 1, 1, pointer, shared=32768)
+    assert code(soft.try_launch(function, 1, 1, pointer, shared=32769)) == "INVALID_VALUE"
+    soft.cuFuncSetAttribute(function, attribute, 232448 - 16384)
+    soft.run(function, 1, 1, pointer, shared=100_000)
+    too_large = soft.d.cuFuncSetAttribute(function, attribute, 232448 - 16383)
+    assert code(too_large) == "INVALID_VALUE"
 
 
 def test_ptx_divergent_branches_reconverge(soft):

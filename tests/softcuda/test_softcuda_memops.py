@@ -246,6 +246,33 @@ def test_memop_wait_blocks_other_streams_with_one_hardware_queue(settings, befor
     )
 
 
+@pytest.mark.parametrize(("settings", "before"), [({}, 1), ({"SOFTCUDA_QUEUES": "1"}, 0)])
+def test_polling_kernel_blocks_other_streams_with_one_hardware_queue(settings, before):
+    """A kernel that reads the clock while it waits is regarded as a pending wait."""
+    check(
+        f"""
+        poll = s.kernels('''extern "C" __global__ void poll(
+          const volatile unsigned long long* word, unsigned long long* started) {{
+          *started = 1;
+          while (*word == 0) __nanosleep(200);
+        }}''').poll
+        w, waits, other = Words(s, 3), s.stream(), s.stream()
+        s.launch(poll, 1, 1, np.uint64(w.address(0)), np.uint64(w.address(2)), stream=waits)
+        while w[2] == 0: time.sleep(0.001)
+        time.sleep(0.01)
+        s.cuStreamWriteValue32(other, w.address(1), 1, 0)
+        time.sleep(0.05)
+        assert w[1] == {before}
+        w[0] = 1
+        s.cuStreamSynchronize(other)
+        s.cuStreamSynchronize(waits)
+        assert w[1] == 1
+        """,
+        SOFTCUDA_WORKERS="2",
+        **settings,
+    )
+
+
 def test_driver_call_is_not_permitted_while_device_waits_for_thread(soft):
     """A thread on which a pending stream wait depends may not call the driver.
 

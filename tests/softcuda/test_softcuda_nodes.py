@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from softcuda_util import USLEEP, code, codes
+from softcuda_util import USLEEP, check, code, codes
 
 IF = 0
 WHILE = 1
@@ -77,11 +77,22 @@ def test_conditional_while_nodes_nest(soft, kernels, stream, graph) -> None:
     assert soft.value(a) == 15
 
 
-def test_conditional_body_rejects_unsupported_nodes(soft, graph, event) -> None:
-    """A conditional body rejects host nodes, event nodes and copies of pageable memory.
+def test_condition_without_default_is_undefined_in_every_launch(soft, kernels, stream, graph):
+    """The value at the end of a launch is not the value at the start of the next launch."""
+    a = soft.ints(0)
+    handle = condition(soft, graph)
+    node, (body,) = add_conditional(soft, graph, [], handle, IF)
+    soft.add_int_kernel(body, [], kernels.add, a, 1)
+    soft.add_kernel(graph, [node], kernels.set, 1, 1, word(handle), np.uint32(1))
+    soft.replay(graph, stream, launches=64)
+    assert 1 < soft.value(a) < 63
 
-    It rejects them even inside a child graph. A graph with a conditional node cannot be cloned as a
-    child graph.
+
+def test_conditional_body_with_unsupported_node_is_not_instantiated(soft, graph, event) -> None:
+    """Host nodes, event nodes and copies of pageable memory can be added to a body.
+
+    The instantiation is refused, also if such a node is inside a child graph. A graph with a
+    conditional node cannot be cloned as a child graph.
     """
     d = soft.d
     child = soft.cuGraphCreate(0)
@@ -90,15 +101,40 @@ def test_conditional_body_rejects_unsupported_nodes(soft, graph, event) -> None:
     soft.cuGraphAddHostNode(child, [], 0, p)
     pageable = np.zeros(1, np.int32)
     c = soft.copy_params(soft.ints(0), pageable.ctypes.data, 4)
-    assert codes(
-        d.cuGraphAddHostNode(body, [], 0, p),
-        d.cuGraphAddChildGraphNode(body, [], 0, child),
-        d.cuGraphAddMemcpyNode(body, [], 0, c, soft.context),
-        d.cuGraphAddEventRecordNode(body, [], 0, event),
-        d.cuGraphAddEventWaitNode(body, [], 0, event),
-        d.cuGraphAddChildGraphNode(child, [], 0, graph),
-    ) == {"NOT_SUPPORTED"}
-    assert soft.cuGraphGetNodes(body)[-1] == 0
+    for add in (
+        lambda: soft.cuGraphAddHostNode(body, [], 0, p),
+        lambda: soft.cuGraphAddChildGraphNode(body, [], 0, child),
+        lambda: soft.cuGraphAddMemcpyNode(body, [], 0, c, soft.context),
+        lambda: soft.cuGraphAddEventRecordNode(body, [], 0, event),
+        lambda: soft.cuGraphAddEventWaitNode(body, [], 0, event),
+    ):
+        node = add()
+        assert code(d.cuGraphInstantiate(graph, 0)) == "NOT_SUPPORTED"
+        soft.cuGraphDestroyNode(node)
+    assert code(d.cuGraphAddChildGraphNode(child, [], 0, graph)) == "NOT_SUPPORTED"
+    soft.cuGraphInstantiate(graph, 0)
+
+
+@pytest.mark.parametrize(("setting", "order"), [("serial", "13 24"), ("reverse", "24 13")])
+def test_conditional_body_branches_run_one_after_another(setting, order) -> None:
+    """With SOFTCUDA_BODY, the branches of a body run in a fixed order, each node after its
+    dependencies."""
+    numbers = check(
+        """
+from test_softcuda_nodes import *
+graph, stream, log = s.cuGraphCreate(0), s.stream(), s.ints(*[0] * 5)
+_, (body,) = add_conditional(s, graph, [], condition(s, graph, 1), IF)
+def append(after, value):
+    return s.add_int_kernel(body, after, kernels.append, log, value)
+first = append([], 1), append([], 2)
+append([first[0]], 3), append([first[1]], 4)
+s.replay(graph, stream)
+print(*s.get(log, 5, np.int32)[1:])
+""",
+        SOFTCUDA_BODY=setting,
+    )
+    serial = {"13 24": "1 2 3 4", "24 13": "2 4 1 3"}
+    assert numbers.strip() == serial[order]
 
 
 def test_conditional_handle_belongs_to_one_node(soft, graph) -> None:

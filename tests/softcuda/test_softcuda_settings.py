@@ -55,6 +55,116 @@ def test_setting_fail_is_rejected_if_invalid(setting, words):
     assert f"SOFTCUDA_FAIL: {words}" in done.stderr
 
 
+#: Script that frees memory of a kind, or unloads a module, before the stream has finished the
+#: kernel that uses it. Prints whether the stream was still busy and the fault of the kernel.
+FREE_BEFORE_USE = """
+import threading
+stream, word = s.stream(), Words(s, 1)
+pinned = s.cuMemHostAlloc(64, 2)
+device = s.alloc(64)
+address = {"device": device, "pinned": int(s.cuMemHostGetDevicePointer(pinned, 0))}
+word.block(stream)
+s.launch_int(kernels.add, address.get("KIND", device), 1, stream)
+if "SETTING" != "immediate":
+    threading.Timer(0.2, lambda: word.view.fill(1)).start()
+if "KIND" == "device": s.cuMemFree(device)
+if "KIND" == "pinned": s.cuMemFreeHost(pinned)
+if "KIND" == "module": s.cuModuleUnload(kernels.module)
+print(code(d.cuStreamQuery(stream)))
+word[0] = 1
+d.cuStreamSynchronize(stream)
+print(s.fault())
+"""
+
+
+@pytest.mark.parametrize("setting", ["", "immediate"])
+@pytest.mark.parametrize("kind", ["device", "pinned", "module"])
+def test_setting_free_immediate_does_not_wait(kind, setting):
+    """With SOFTCUDA_FREE=immediate, a kernel that still uses freed memory or code is a fault."""
+    script = FREE_BEFORE_USE.replace("KIND", kind).replace("SETTING", setting)
+    busy, text = check(script, SOFTCUDA_FREE=setting).split("\n", 1)
+    assert busy == ("NOT_READY" if setting else "SUCCESS")
+    freed = "had been unloaded" if kind == "module" else "use after free"
+    assert (freed in text) is bool(setting), text
+
+
+@pytest.mark.parametrize(
+    ("model", "calls"),
+    [
+        (0, {"allocate": "NOT_READY", "query while another thread frees": "NOT_READY"}),
+        (8, {"allocate": "NOT_READY", "query while another thread frees": "SUCCESS"}),
+        (16, {"allocate": "SUCCESS", "query while another thread frees": "NOT_READY"}),
+    ],
+)
+def test_lock_model_delays_frees_and_allocations(model, calls):
+    """With model 8, other calls wait while a call that frees memory waits for the device. With
+    model 16, allocations wait for the device.
+    """
+    out = check(
+        """
+        import threading
+        def state_after(call):
+            stream, word, memory = s.stream(), Words(s, 1), s.alloc(64)
+            word.block(stream)
+            threading.Timer(0.2, lambda: word.view.fill(1)).start()
+            call(memory)
+            print(code(d.cuStreamQuery(stream)))
+            s.cuStreamSynchronize(stream)
+        def free_elsewhere(memory):
+            def free():
+                s.cuCtxSetCurrent(s.context)
+                s.cuMemFree(memory)
+            threading.Thread(target=free).start()
+            while "cuMemFree" not in s.describe(): time.sleep(0.001)
+            time.sleep(0.01)
+            s.cuMemGetInfo()
+        state_after(lambda memory: s.alloc(64))
+        state_after(free_elsewhere)
+        """,
+        SOFTCUDA_LOCK_MODEL=str(model),
+    )
+    assert out.split() == list(calls.values())
+
+
+@pytest.mark.parametrize("setting", ["SOFTCUDA_LAUNCH_BLOCKING", "CUDA_LAUNCH_BLOCKING"])
+def test_setting_launch_blocking_completes_launches(setting):
+    check(
+        """
+        stream, graph, p = s.stream(), s.cuGraphCreate(0), s.ints(*range(256))
+        for value in range(50):
+            s.launch_int(kernels.add, p, value, stream)
+            assert code(d.cuStreamQuery(stream)) == "SUCCESS"
+        s.add_host(graph, [], USLEEP, 1000)
+        run = s.cuGraphInstantiate(graph, 0)
+        for _ in range(5):
+            s.cuGraphLaunch(run, stream)
+            assert code(d.cuStreamQuery(stream)) == "SUCCESS"
+        """,
+        **{setting: "1"},
+    )
+
+
+def test_setting_attribute_17_limits_run_time_of_kernels():
+    """The attribute KERNEL_EXEC_TIMEOUT is then 1, and a longer kernel is a fault."""
+    text = check(
+        """
+        spin = s.kernels('''extern "C" __global__ void spin(long long ns) {
+          const long long end = clock64() + ns;
+          while (clock64() < end) {}
+        }''').spin
+        attribute = d.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT
+        assert s.cuDeviceGetAttribute(attribute, 0) == 1
+        stream = s.stream()
+        for seconds in 0.1, 1.1:
+            s.launch(spin, 1, 1, np.int64(seconds * 1e9), stream=stream)
+            print(code(d.cuStreamSynchronize(stream)))
+        print(s.fault())
+        """,
+        SOFTCUDA_ATTRIBUTE_17="1",
+    )
+    assert text.startswith("SUCCESS\nLAUNCH_TIMEOUT\nkernel 'spin' ran for more than 1 s")
+
+
 def test_setting_memory_limits_device_memory():
     """SOFTCUDA_MEMORY limits the amount of device memory but not of pinned memory."""
     check(

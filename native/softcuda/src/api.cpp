@@ -69,7 +69,7 @@ struct RecordOwner {
 };
 
 // The simulated lock of the CUDA context. With lock model 1 (SOFTCUDA_LOCK_MODEL), it is held while
-// a host function runs.
+// a host function runs; with lock model 8, while a call that frees memory waits for the device.
 std::mutex& g_context_lock = *new std::mutex;
 
 // Returns the index of a name, or -1.
@@ -210,10 +210,21 @@ void ApiCall::check_preconditions() {
   if (gil_ && watching()) {
     record_held_gil(entry_point_.name, WaitsFor::driver_lock, "it may take a lock of the driver");
   }
-  if ((settings().lock_model & 1) != 0) {
-    WaitScope waiting("the context lock, held while a host function runs (lock model 1)");
+  if ((settings().lock_model & (1 | 8)) != 0) {
+    WaitScope waiting("the context lock (lock model 1 or 8)");
     std::lock_guard<std::mutex> lock(g_context_lock);
   }
+}
+
+void wait_to_free(const char* description) {
+  if (!settings().free_waits) return;
+  std::unique_lock<std::mutex> lock(g_context_lock, std::defer_lock);
+  if ((settings().lock_model & 8) != 0) lock.lock();
+  wait_idle(description);
+}
+
+void wait_to_allocate() {
+  if ((settings().lock_model & 16) != 0) wait_idle("an allocation waits for all work");
 }
 
 ApiCall::~ApiCall() { this_thread().entry_point.store(outer_, std::memory_order_release); }

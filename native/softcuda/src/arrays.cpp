@@ -127,7 +127,7 @@ SC_API(cuArray3DCreate_v2, 3020, kContext | kUnsafe, void**, out, const CUDA_ARR
 }
 
 SC_API(cuArrayDestroy, 2000, kContext | kUnsafe, void*, handle) {
-  wait_idle("cuArrayDestroy: all work to finish");
+  wait_to_free("cuArrayDestroy: all work to finish");
   free_for_module(arrays.remove(handle)->memory);
 }
 

@@ -70,10 +70,6 @@ bool has_conditional(const Graph& graph) {
   return false;
 }
 
-void check_body(const Graph& graph, const Node& node) {
-  if (graph.body_of != nullptr) check_node_in_body(node);
-}
-
 void check_conditions(const Graph& graph, bool in_body) {
   for (auto& condition : graph.conditions) {
     require(condition->used, CUDA_ERROR_INVALID_VALUE,

@@ -31,13 +31,10 @@ struct ConditionalWork {
 bool has_conditional(const Graph& graph);
 // Rejects work that is not allowed in a conditional body (INVARIANTS.md N4).
 void check_in_body(const Work& work);
-// If `graph` is a conditional body, rejects a node that is not allowed in bodies
-// (INVARIANTS.md N4).
-void check_body(const Graph& graph, const Node& node);
 // Checks the conditional nodes of a graph before the graph is instantiated. Rejects conditional
 // handles that no node uses (INVARIANTS.md N1), conditional nodes in child graphs
-// (INVARIANTS.md N5), and nodes that are not allowed in a conditional body but have become part of
-// it inside a child graph (INVARIANTS.md N4). `in_body` says whether `graph` itself is inside a
+// (INVARIANTS.md N5), and nodes that are not allowed in a conditional body (INVARIANTS.md N4).
+// `in_body` says whether `graph` itself is inside a
 // conditional body.
 void check_conditions(const Graph& graph, bool in_body);
 // Adds a conditional node with empty bodies, whose handles are returned in `params`.

@@ -37,6 +37,12 @@ unsigned long number_setting(const char* name, unsigned long fallback) {
   return fallback;
 }
 
+// Whether an environment variable has a value.
+bool text_setting(const char* name, const char* value) {
+  const char* text = std::getenv(name);
+  return text != nullptr && std::strcmp(text, value) == 0;
+}
+
 unsigned usable_cores() {
   cpu_set_t set;
   CPU_ZERO(&set);
@@ -77,10 +83,13 @@ const Settings& settings() {
     out->queues = static_cast<unsigned>(number_setting("SOFTCUDA_QUEUES", 0));
     out->launch_blocking =
         number_setting("SOFTCUDA_LAUNCH_BLOCKING", number_setting("CUDA_LAUNCH_BLOCKING", 0)) != 0;
+    out->free_waits = !text_setting("SOFTCUDA_FREE", "immediate");
+    if (text_setting("SOFTCUDA_BODY", "serial")) out->body_order = BodyOrder::serial;
+    if (text_setting("SOFTCUDA_BODY", "reverse")) out->body_order = BodyOrder::reverse;
+    out->kernel_seconds = static_cast<unsigned>(number_setting("SOFTCUDA_ATTRIBUTE_17", 0));
     const char* loading = std::getenv("CUDA_MODULE_LOADING");
     out->lazy_loading = loading == nullptr || std::strcmp(loading, "EAGER") != 0;
-    const char* mode = std::getenv("SOFTCUDA_DESTRUCTORS");
-    out->inline_destructors = mode != nullptr && std::strcmp(mode, "inline") == 0;
+    out->inline_destructors = text_setting("SOFTCUDA_DESTRUCTORS", "inline");
     return out;
   }();
   return s;
@@ -105,6 +114,7 @@ int device_attribute(int attribute) {
         {CU_DEVICE_ATTRIBUTE_CLOCK_RATE, 1000000},
         {CU_DEVICE_ATTRIBUTE_TEXTURE_ALIGNMENT, 512},
         {CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, static_cast<int>(settings().workers)},
+        {CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT, settings().kernel_seconds != 0},
         {CU_DEVICE_ATTRIBUTE_INTEGRATED, 1},
         {CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY, 1},
         {CU_DEVICE_ATTRIBUTE_CONCURRENT_KERNELS, 1},

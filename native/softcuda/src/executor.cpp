@@ -69,7 +69,9 @@ Executor::Executor(unsigned worker) : worker_(worker), fibers_(fiber_entry) {
 Executor* make_executor(unsigned worker) { return new Executor(worker); }
 
 bool run_blocks(Executor* executor, const Op& op, uint64_t first, uint64_t last) {
-  return executor->run_blocks(op, first, last);
+  const bool succeeded = executor->run_blocks(op, first, last);
+  executor->end_polling();
+  return succeeded;
 }
 
 bool Executor::run_blocks(const Op& op, uint64_t first, uint64_t last) {
@@ -339,7 +341,10 @@ void hook_exit(softcuda_block* block) { executor_of(block).thread_exit(); }
 void hook_trap(softcuda_block* block, int code, const char* text) {
   executor_of(block).fail(code, text);
 }
-unsigned long long hook_timer() { return now_ns(); }
+unsigned long long hook_timer() {
+  t_executor->note_clock();
+  return now_ns();
+}
 }  // namespace
 
 const softcuda_hooks kHooks = {hook_barrier, hook_warp, hook_active,

@@ -4,8 +4,10 @@
 #pragma once
 
 #include <csetjmp>
+#include <optional>
 
 #include "fibers.h"
+#include "memops.h"
 #include "modules.h"
 
 namespace softcuda {
@@ -44,6 +46,12 @@ class Executor {
   [[noreturn]] void fail(CUresult code, const std::string& text);
   void fiber_loop();
   const char* running_kernel() const { return running_kernel_.load(std::memory_order_relaxed); }
+  // Called when the running kernel reads the clock. With SOFTCUDA_QUEUES=1, the kernel is then
+  // regarded as one that polls.
+  void note_clock() {
+    if (settings().queues == 1 && !polling_) polling_.emplace();
+  }
+  void end_polling() { polling_.reset(); }
 
  private:
   // The warp operation at which one lane waits: the arguments of the operation and the lane's
@@ -77,6 +85,7 @@ class Executor {
   char* shared_end_ = nullptr;  // end of the dynamic shared memory; guard pages follow
   bool failed_ = false;
   std::atomic<const char*> running_kernel_{nullptr};
+  std::optional<PollingKernel> polling_;
 
   // States of the threads of the block. They are valid while block_->tracked is set (INVARIANTS.md
   // X2). The arrays of `unsigned` contain one bit mask per warp, with one bit per lane.

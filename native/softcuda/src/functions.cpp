@@ -71,9 +71,12 @@ static void set_attribute(Function& function, int attribute, int value) {
     refuse(CUDA_ERROR_NOT_SUPPORTED,
            "function attribute " + std::to_string(attribute) + " cannot be set");
   }
-  if (value < 0 || value > 227 * 1024) {
-    refuse(CUDA_ERROR_INVALID_VALUE,
-           std::to_string(value) + " bytes of dynamic shared memory exceed 232448");
+  const int limit =
+      227 * 1024 - (function.ptx != nullptr ? static_cast<int>(function.ptx->shared_bytes) : 0);
+  if (value < 0 || value > limit) {
+    refuse(
+        CUDA_ERROR_INVALID_VALUE,
+        std::to_string(value) + " bytes of dynamic shared memory exceed " + std::to_string(limit));
   }
   function.max_dynamic_shared = value;
 }

@@ -96,9 +96,8 @@ bool has_kernel(const std::vector<FlatNode>& flat) {
   return false;
 }
 
-// Creates the work of a conditional node. `top` is the program of the whole graph. If the node's
-// handle has a default value, this value is added to the defaults of `top`, which are stored when a
-// launch of `top` begins (INVARIANTS.md N3).
+// Creates the work of a conditional node. `top` is the program of the whole graph. It receives the
+// value that the node's condition has when a launch of `top` begins (INVARIANTS.md N3).
 Work conditional_work(const FlatNode& node, Program* top) {
   auto work = std::make_shared<ConditionalWork>();
   work->type = node.condition_type;
@@ -106,6 +105,8 @@ Work conditional_work(const FlatNode& node, Program* top) {
   work->endless = node.condition_type == CU_GRAPH_COND_TYPE_WHILE && !has_kernel(node.bodies[0]);
   if (node.condition->assign) {
     top->defaults.emplace_back(&node.condition->cell->value, node.condition->initial);
+  } else {
+    top->undefined_conditions.push_back(&node.condition->cell->value);
   }
   for (const auto& body : node.bodies) work->bodies.push_back(make_program(body, nullptr, top));
   return Work(std::shared_ptr<const ConditionalWork>(std::move(work)));
@@ -160,6 +161,33 @@ std::vector<FlatNode> flatten(const Graph& graph, References* references) {
 
 }  // namespace
 
+// Makes the nodes of a conditional body run one after another (SOFTCUDA_BODY). Each node stays
+// behind the nodes on which it depends. Of the nodes that could run next, the first one in the
+// definition is chosen or, with `reverse`, the last one.
+static void run_in_sequence(Program* body, bool reverse) {
+  std::vector<unsigned> order;
+  std::set<unsigned> ready(body->roots.begin(), body->roots.end());
+  std::vector<int> pending;
+  for (auto& node : body->nodes) pending.push_back(node->indegree);
+  while (!ready.empty()) {
+    const auto chosen = reverse ? std::prev(ready.end()) : ready.begin();
+    const unsigned index = *chosen;
+    order.push_back(index);
+    ready.erase(chosen);
+    for (unsigned next : body->nodes[index]->next) {
+      if (--pending[next] == 0) ready.insert(next);
+    }
+  }
+  body->roots.clear();
+  if (!order.empty()) body->roots.push_back(order.front());
+  for (size_t i = 0; i < order.size(); ++i) {
+    Op& node = *body->nodes[order[i]];
+    node.indegree = i == 0 ? 0 : 1;
+    node.next.clear();
+    if (i + 1 < order.size()) node.next.push_back(order[i + 1]);
+  }
+}
+
 std::shared_ptr<Program> make_program(const std::vector<FlatNode>& flat,
                                       const std::shared_ptr<References>& references, Program* top) {
   auto program = std::make_shared<Program>();
@@ -187,6 +215,10 @@ std::shared_ptr<Program> make_program(const std::vector<FlatNode>& flat,
       primary.precedes_programmatically = true;
       program->nodes[i]->primaries.push_back(&primary);
     }
+  }
+  const BodyOrder order = settings().body_order;
+  if (top != program.get() && order != BodyOrder::concurrent) {
+    run_in_sequence(program.get(), order == BodyOrder::reverse);
   }
   return program;
 }

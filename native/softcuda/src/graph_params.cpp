@@ -84,7 +84,6 @@ void set_params(CUgraphNode handle, const Params& params) {
   Node changed = *node;
   changed.work = build_work(params);
   std::lock_guard<std::mutex> lock(graph_mutex);
-  check_body(*node->graph, changed);
   node->work = std::move(changed.work);
 }
 

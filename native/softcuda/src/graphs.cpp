@@ -74,7 +74,6 @@ void add_node(CUgraphNode* out, CUgraph handle, const CUgraphNode* dependencies,
     }
     list.push_back(dependency.get());
   }
-  check_body(*graph, *node);
   if (node->work.memory) attach_memory(graph.get(), node->work);
   node->graph = graph.get();
   node->handle = graph_nodes.add(node);
@@ -236,7 +235,6 @@ void softcuda::replace_child(Node& node, CUgraph child) {
   std::shared_ptr<Graph> old;  // destroyed after the mutex is released
   std::lock_guard<std::mutex> lock(graph_mutex);
   require_not_capturing(*node.graph);
-  check_body(*node.graph, changed);
   remove_child_handles(node);
   old = std::move(node.child);
   node.child = clone;

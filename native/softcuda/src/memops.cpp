@@ -33,6 +33,7 @@ struct Poller {
   std::condition_variable wake;
   std::vector<Pending> pending;
   std::deque<Op*> held;  // operations held back by hold_behind_wait()
+  int polling_kernels = 0;
   bool started = false;
 };
 Poller& g_poller = *new Poller;
@@ -150,7 +151,7 @@ void poll_main() {
         active = now_ns();
       }
       poll_pending(&done);
-      if (g_poller.pending.empty()) held.swap(g_poller.held);
+      if (g_poller.pending.empty() && g_poller.polling_kernels == 0) held.swap(g_poller.held);
     }
     // All operations that become ready are queued for the workers (keep_one is false). The poller
     // thread runs no device work itself.
@@ -185,9 +186,23 @@ bool start_memops(Op* op) {
 bool hold_behind_wait(Op* op) {
   if (settings().queues != 1) return false;
   std::lock_guard<std::mutex> lock(g_poller.mutex);
-  if (g_poller.pending.empty()) return false;
+  if (g_poller.pending.empty() && g_poller.polling_kernels == 0) return false;
   g_poller.held.push_back(op);
   return true;
+}
+
+PollingKernel::PollingKernel() {
+  std::lock_guard<std::mutex> lock(g_poller.mutex);
+  ++g_poller.polling_kernels;
+}
+
+PollingKernel::~PollingKernel() {
+  std::deque<Op*> held;
+  {
+    std::lock_guard<std::mutex> lock(g_poller.mutex);
+    if (--g_poller.polling_kernels == 0 && g_poller.pending.empty()) held.swap(g_poller.held);
+  }
+  for (Op* op : held) dispatch(op, false);
 }
 
 }  // namespace softcuda

@@ -35,9 +35,17 @@ std::shared_ptr<const MemopWork> make_memops(const CUDA_BATCH_MEM_OP_NODE_PARAMS
 // unsatisfied wait; the poller completes `op` later.
 bool start_memops(Op* op);
 
-// With SOFTCUDA_QUEUES=1, holds back an operation that becomes ready while a wait is pending, as a
-// wait at the head of a single hardware queue would do (INVARIANTS.md W4). Returns whether `op` was
-// held back.
+// With SOFTCUDA_QUEUES=1, holds back an operation that becomes ready while a wait is pending or a
+// kernel polls, as a wait at the head of a single hardware queue would do (INVARIANTS.md W4).
+// Returns whether `op` was held back.
 bool hold_behind_wait(Op* op);
+// While an object of this class exists, a kernel polls. Used with SOFTCUDA_QUEUES=1 only.
+class PollingKernel {
+ public:
+  PollingKernel();
+  ~PollingKernel();
+  PollingKernel(const PollingKernel&) = delete;
+  PollingKernel& operator=(const PollingKernel&) = delete;
+};
 
 }  // namespace softcuda

@@ -212,6 +212,7 @@ size_t free_device_bytes() {
 
 std::shared_ptr<Allocation> allocate(size_t size, MemoryKind kind, unsigned flags) {
   require(size > 0, CUDA_ERROR_INVALID_VALUE, "an allocation must have at least 1 byte");
+  wait_to_allocate();
   const bool host = kind != MemoryKind::device && kind != MemoryKind::module;
   auto a = std::make_shared<Allocation>();
   a->size = size;
@@ -483,7 +484,7 @@ SC_API(cuMemAllocHost_v2, 3020, kContext | kUnsafe, void**, out, size_t, size) {
 // Frees pinned memory or, with `registered`, unregisters memory of the caller. `unknown` is the
 // error code for other addresses.
 static void free_host(void* p, bool registered, CUresult unknown) {
-  wait_idle("freeing pinned memory: all work to finish");
+  wait_to_free("freeing pinned memory: all work to finish");
   require(sticky() == CUDA_SUCCESS, sticky());
   std::lock_guard<std::mutex> lock(g_table.mutex);
   auto it = g_table.by_host.find(reinterpret_cast<unsigned long long>(p));

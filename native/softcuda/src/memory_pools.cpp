@@ -158,9 +158,7 @@ using namespace softcuda;
 
 SC_API(cuMemFree_v2, 3020, kContext | kUnsafe, CUdeviceptr, p) {
   if (p == 0) return;
-  // The documentation allows cuMemFree to synchronize with the device. The soft device always does
-  // so (INVARIANTS.md M5).
-  wait_idle("cuMemFree: all work to finish");
+  wait_to_free("cuMemFree: all work to finish");
   require(sticky() == CUDA_SUCCESS, sticky());
   const auto allocation = find_to_free(p, "cuMemFree");
   mark_free(*allocation);

@@ -124,7 +124,7 @@ CUmodule load_module(const void* image, std::string* log) {
 }
 
 void unload_module(void* handle, const char* description) {
-  wait_idle(description);
+  wait_to_free(description);
   require(sticky() == CUDA_SUCCESS, sticky());
   const auto module = modules.remove(handle);
   module->live = false;

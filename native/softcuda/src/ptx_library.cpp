@@ -237,6 +237,7 @@ void load(const std::vector<std::string>& texts, Module* module, std::string* lo
     function->name = kernel->entry.name;
     function->copies.assign(settings().workers, &kernel->entry);
     function->ptx = kernel;
+    function->max_dynamic_shared -= static_cast<int>(kernel->shared_bytes);
     module->functions.push_back(std::move(function));
   }
   for (unsigned i = 0; i < module->ptx->variable_count; ++i) {

@@ -23,6 +23,10 @@
 namespace softcuda {
 
 // ---- settings --------------------------------------------------------------------------------
+// The order in which the nodes of a conditional body run: as their dependencies allow, or one after
+// another, in the order or in the reverse order of the branches.
+enum class BodyOrder { concurrent, serial, reverse };
+
 // Values of the environment variables that README.md lists. They are read once, on first use.
 struct Settings {
   unsigned workers;
@@ -39,6 +43,9 @@ struct Settings {
   // that queues are unlimited.
   unsigned queues;
   bool launch_blocking;  // whether launches of kernels and graphs return after completion
+  bool free_waits;       // whether calls that free memory or unload a module wait for all work
+  BodyOrder body_order;
+  unsigned kernel_seconds;  // maximum run time of a kernel; 0: no limit
 };
 const Settings& settings();
 // Returns the value of a device attribute as cuDeviceGetAttribute does; 0 for unknown attributes.

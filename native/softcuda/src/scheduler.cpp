@@ -317,6 +317,15 @@ bool begin_wait(Op* op) {
   return false;
 }
 
+// Returns a value for a condition without a default: pseudorandom, and 0 half of the time.
+unsigned undefined_value() {
+  static std::atomic<uint64_t> calls{0};
+  uint64_t x = calls.fetch_add(1, std::memory_order_relaxed) * 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return (x >> 63) != 0 ? static_cast<unsigned>(x) | 1u : 0u;
+}
+
 // Starts a graph launch. The launch completes immediately if the graph is empty or if a fault has
 // occurred.
 void begin_launch(Op* op, std::vector<Op*>* ready) {
@@ -334,6 +343,9 @@ void begin_launch(Op* op, std::vector<Op*>* ready) {
   }
   for (auto& item : program.defaults) {
     __atomic_store_n(item.first, item.second, __ATOMIC_RELEASE);
+  }
+  for (unsigned* cell : program.undefined_conditions) {
+    __atomic_store_n(cell, undefined_value(), __ATOMIC_RELEASE);
   }
   begin_program(program, op, ready);
 }

@@ -229,6 +229,8 @@ struct Program {
   // The cell and the default value of each conditional handle that has a default. The default
   // values are stored in the cells when a launch begins (INVARIANTS.md N3).
   std::vector<std::pair<unsigned*, unsigned>> defaults;
+  // The cells of the conditional handles without a default value.
+  std::vector<unsigned*> undefined_conditions;
   std::vector<Op*> event_nodes;
   std::vector<Op*> memory_nodes;     // allocation and free nodes
   std::shared_ptr<void> references;  // keeps the user objects alive (INVARIANTS.md U2)
@@ -282,6 +284,11 @@ std::shared_ptr<const LaunchEvents> launch_events(const Program& program);
 // text of softcuda_describe().
 CUresult wait_op(const OpRef& op, const char* description);
 CUresult wait_idle(const char* description);
+// Called by every call that frees memory or unloads a module, before it does so: waits like
+// wait_idle(), unless SOFTCUDA_FREE=immediate. With lock model 8, holds the context lock meanwhile.
+void wait_to_free(const char* description);
+// Called by every call that allocates memory: with lock model 16, waits like wait_idle().
+void wait_to_allocate();
 // Ends the call that has enqueued the launch `op`: with SOFTCUDA_LAUNCH_BLOCKING=1, waits until the
 // launch is complete and refuses the call if a fault has occurred.
 void finish_launch(const OpRef& op);

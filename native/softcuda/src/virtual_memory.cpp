@@ -148,7 +148,7 @@ SC_API(cuMemAddressReserve, 10020, kContext, CUdeviceptr*, out, size_t, size, si
 }
 
 SC_API(cuMemAddressFree, 10020, kContext, CUdeviceptr, p, size_t, size) {
-  wait_idle("cuMemAddressFree: all work to finish");
+  wait_to_free("cuMemAddressFree: all work to finish");
   std::lock_guard<std::mutex> lock(g_virtual_mutex);
   Reservation& r = find_reservation(p, size);
   require(r.range->alias == p && r.range->size == size && r.mappings.empty(),
@@ -202,7 +202,7 @@ SC_API(cuMemMap, 10020, kContext, CUdeviceptr, p, size_t, size, size_t, offset, 
 }
 
 SC_API(cuMemUnmap, 10020, kContext, CUdeviceptr, p, size_t, size) {
-  wait_idle("cuMemUnmap: all work to finish");
+  wait_to_free("cuMemUnmap: all work to finish");
   std::lock_guard<std::mutex> lock(g_virtual_mutex);
   Reservation& r = find_reservation(p, size);
   for_mappings(r, p, size, [&](auto it) {

@@ -158,6 +158,12 @@ bool run_kernel(Executor* executor, Op* op, bool helping) {
     if (sticky() != CUDA_SUCCESS || !run_blocks(executor, *op, first, last)) break;
     ran += last - first;
   }
+  const uint64_t limit_ns = settings().kernel_seconds * uint64_t{1000000000};
+  if (limit_ns != 0 && now_ns() - start > limit_ns) {
+    fault(CUDA_ERROR_LAUNCH_TIMEOUT, "kernel '" + function.name + "' ran for more than " +
+                                         std::to_string(settings().kernel_seconds) +
+                                         " s (SOFTCUDA_ATTRIBUTE_17)");
+  }
   if (ran > 0) {
     const auto elapsed = static_cast<double>(now_ns() - start);
     update_run_time(function, estimate, elapsed / (static_cast<double>(ran) * threads));
