@@ -31,7 +31,9 @@ Triple = tuple[int, int, int]
 Array = DeviceArray | PinnedArray
 
 MAX_THREADS = 1024
-MAX_DIMENSION = 1 << 31
+#: Largest grid and block that CUDA accepts, by dimension.
+MAX_GRID = ((1 << 31) - 1, 65535, 65535)
+MAX_BLOCK = (1024, 1024, 64)
 
 
 class Mark(Protocol):
@@ -161,11 +163,11 @@ class StreamLane:
 def check_launch(kernel: Kernel, grid: Dims, block: Dims, shared: int) -> tuple[Triple, Triple]:
     """Check the dimensions of a launch and return grid and block as triples.
 
-    A dimension that is not a positive int, too many threads, or negative ``shared`` raises
-    KernelError.
+    A dimension that is not a positive int or exceeds CUDA's limit, too many threads, or negative
+    ``shared`` raises KernelError.
     """
-    grid = _triple(kernel, "grid", grid)
-    block = _triple(kernel, "block", block)
+    grid = _triple(kernel, "grid", grid, MAX_GRID)
+    block = _triple(kernel, "block", block, MAX_BLOCK)
     threads = block[0] * block[1] * block[2]
     if threads > MAX_THREADS:
         raise KernelError(
@@ -177,15 +179,19 @@ def check_launch(kernel: Kernel, grid: Dims, block: Dims, shared: int) -> tuple[
     return grid, block
 
 
-def _triple(kernel: Kernel, label: str, dims: Dims) -> Triple:
+def _triple(kernel: Kernel, label: str, dims: Dims, largest: Triple) -> Triple:
     triple = dims if isinstance(dims, tuple) else (dims, 1, 1)
     valid = len(triple) == 3
     for size in triple:
-        valid = valid and isinstance(size, int | np.integer) and 1 <= size < MAX_DIMENSION
+        valid = valid and isinstance(size, int | np.integer) and size >= 1
     if not valid:
         raise KernelError(
             f"kernel {kernel.name!r}: {label} must be a positive int or a triple of them, not "
             f"{dims!r}"
+        )
+    if any(size > limit for size, limit in zip(triple, largest, strict=True)):
+        raise KernelError(
+            f"kernel {kernel.name!r}: {label} {dims!r} is too large; at most {largest} is allowed"
         )
     return int(triple[0]), int(triple[1]), int(triple[2])
 

@@ -9,7 +9,6 @@ no driver calls there. ``cuda.bindings`` releases the GIL during every call.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +26,6 @@ _context: Any = None
 _forked = False
 _reopen: Callable[[], None] | None = None
 _error_detail: Callable[[bool], str] | None = None
-_local = threading.local()
 
 
 def _after_fork() -> None:
@@ -95,9 +93,7 @@ def prepare_driver_call(api: str) -> None:
         _reopen()
     if _context is None:
         raise DeviceError(f"{api}: no device is open; call open_device() first", api=api)
-    if getattr(_local, "context", None) is not _context:
-        check("cuCtxSetCurrent", cu.cuCtxSetCurrent(_context))
-        _local.context = _context
+    check_code("cuCtxSetCurrent", _native.make_context_current())
 
 
 def call(function: Callable[..., tuple], *args: Any) -> Any:

@@ -36,8 +36,8 @@ def condition(
 ) -> Condition:
     """Create a condition for one conditional node in `graph` or in a body inside it.
 
-    `default` is the value of the condition at the start of each replay. If it is None, each replay
-    starts with the value from the end of the previous one.
+    `default` is the value of the condition at the start of each replay. If it is None, the value is
+    undefined until a kernel of the replay sets it, which must happen before the conditional node.
     """
     if default is not None and not 0 <= default < CONDITION_LIMIT:
         raise OptionError(f"the default of condition {name!r} must be 0 to 2**32 - 1: {default!r}")

@@ -31,9 +31,6 @@ from graft.cudagraph.kernels.signature import (
 
 INVALID_VALUE = 1
 NOT_FOUND = 500
-#: Bytes of dynamic shared memory that a kernel may use unless `Kernel.allow_shared` raises its
-#: limit.
-DEFAULT_SHARED_LIMIT = 48 * 1024
 #: If an integer has more bits than this, error messages show its size instead of its value.
 MAX_PRINTED_BITS = 128
 _POINTER_TYPES = (DeviceArray, PinnedArray, PinnedField)
@@ -96,7 +93,7 @@ class Kernel:
         self._kinds = tuple(parameter.kind for parameter in parameters)
         self._offsets = tuple(offset for offset, _ in self._layout)
         self._nbytes = max((offset + size for offset, size in self._layout), default=0)
-        self._shared_limit = DEFAULT_SHARED_LIMIT
+        self._shared_limit = 0  # bytes of dynamic shared memory that were requested so far
 
     def pack(self, args: Iterable[object]) -> PackedArgs:
         """Check arguments against the kernel's parameters and pack them.
@@ -196,7 +193,10 @@ class Kernel:
         return KernelError(f"kernel {self.name!r}: argument {i}{name} {problem}")
 
     def allow_shared(self, nbytes: int) -> None:
-        """Raise the kernel's limit of dynamic shared memory to ``nbytes`` if necessary."""
+        """Raise the kernel's limit of dynamic shared memory to ``nbytes`` if necessary.
+
+        Without this call, the limit is 48 KiB less the kernel's static shared memory.
+        """
         if nbytes > self._shared_limit:
             attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             call(cu.cuFuncSetAttribute, self.function, attribute, nbytes)

@@ -69,4 +69,11 @@ void set_primary_context(Handle context) { context_handle.store(context); }
 
 Handle primary_context() { return context_handle.load(); }
 
+Result make_context_current() {
+  Handle current = nullptr;
+  const Result result = driver().ctx_get_current(&current);
+  if (result != kSuccess || current == primary_context()) return result;
+  return driver().ctx_set_current(primary_context());
+}
+
 }  // namespace graft::hostwork

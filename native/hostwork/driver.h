@@ -26,6 +26,7 @@ struct UpdateInfo {  // CUgraphExecUpdateResultInfo
 // Driver functions that native code calls, always with the GIL released. Each entry is a member of
 // struct Driver, the name and version of the driver function, and its parameters.
 #define GRAFT_DRIVER_CALLS(CALL)                                                                   \
+  CALL(ctx_get_current, cuCtxGetCurrent, 4000, (Handle * context))                                 \
   CALL(ctx_set_current, cuCtxSetCurrent, 4000, (Handle context))                                   \
   CALL(launch_host_func, cuLaunchHostFunc, 10000, (Handle stream, HostFunction fn, void* data))    \
   CALL(stream_get_capture_info, cuStreamGetCaptureInfo, 12030,                                     \
@@ -86,6 +87,9 @@ inline const Driver& driver() {
 // released. No driver resource may exist during the call (live_resources() == 0).
 void set_primary_context(Handle context);
 Handle primary_context();
+// Makes the primary context current on the calling thread, unless it is current already. Another
+// library may have made its own context current since the thread's last call.
+Result make_context_current();
 
 // Returns the path of the library that is loaded under a SONAME in this process, or "".
 std::string loaded_library(const std::string& soname);

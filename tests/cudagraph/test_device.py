@@ -12,6 +12,7 @@ from cudagraph_util import PRELUDE, assert_raises, compile_library, run_program,
 import graft.cudagraph
 from graft.cudagraph import DeadlineError, Device, DeviceError, Stream, StreamLane, open_device
 from graft.cudagraph.driver import chooser
+from graft.cudagraph.driver.driver import call, cu
 
 
 def test_open_device_returns_open_device(device: Device) -> None:
@@ -24,6 +25,19 @@ def test_device_describe_is_one_line_with_kind(device: Device) -> None:
     text = device.describe()
     assert "\n" not in text and device.kind in text
     assert device.multiprocessor_count >= 1 and device.compute_capability[0] >= 5
+
+
+def test_device_context_is_made_current_again(device: Device, stream: Stream) -> None:
+    """Another library may make its own context current on a thread that has used graft."""
+    own = call(cu.cuCtxGetCurrent)
+    other = call(cu.cuCtxCreate, None, 0, device.ordinal)
+    try:
+        assert int(cu.cuCtxGetCurrent()[1]) == int(other)
+        stream.query()
+        assert int(cu.cuCtxGetCurrent()[1]) == int(own)
+    finally:
+        call(cu.cuCtxDestroy, other)
+    assert int(call(cu.cuCtxGetCurrent)) == int(own)
 
 
 def test_import_loads_no_driver() -> None:

@@ -246,7 +246,10 @@ CASES: list[Case] = [
     # kernels
     ("grid-zero", KernelError, "scale", bind(launch, 0, 1)),
     ("block-zero", KernelError, "scale", bind(launch, 1, 0)),
-    ("block-size", KernelError, "scale", bind(launch, 1, 2048)),
+    ("block-size", KernelError, "scale", bind(launch, 1, (1024, 2, 1))),
+    ("grid-y", KernelError, r"\(1, 65536, 1\) is too large", bind(launch, (1, 65536, 1), 1)),
+    ("grid-z", KernelError, r"\(1, 1, 65536\) is too large", bind(launch, (1, 1, 65536), 1)),
+    ("block-z", KernelError, r"\(1, 1, 65\) is too large", bind(launch, 1, (1, 1, 65))),
     ("grid-pair", KernelError, "scale", bind(launch, (1, 2), 1)),
     ("grid-float", KernelError, "scale", bind(launch, 1.5, 1)),
     ("kernel-name", KernelError, "'nothing'", lambda o: o.module["nothing"]),

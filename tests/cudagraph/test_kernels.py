@@ -15,6 +15,7 @@ import pytest
 from cudagraph_util import run_program
 
 from graft.cudagraph import Device, Kernel, KernelError, Stream, StreamLane, load_text
+from graft.cudagraph.driver.driver import call, cu
 from graft.cudagraph.driver.pinned import PinnedSlots
 from graft.cudagraph.kernels import progress
 from graft.cudagraph.kernels.signature import kernel_parameters, waiting_kernels
@@ -116,9 +117,16 @@ def test_kernel_receives_pinned_arrays_and_fields(device: Device, stream: Stream
 
 
 def test_kernel_uses_dynamic_shared_memory(device: Device, stream: Stream, module) -> None:
+    """The launch requests the memory from the driver.
+
+    Without a request, the limit is 48 KiB less the kernel's static shared memory.
+    """
     data = device.from_host(np.arange(64, dtype=np.int32))
-    launch(stream, module["reverse"], 1, 64, [data, 64], shared=256)
+    kernel = module["reverse"]
+    launch(stream, kernel, 1, 64, [data, 64], shared=256)
     assert data.to_host().tolist() == list(range(63, -1, -1))
+    limit = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    assert call(cu.cuFuncGetAttribute, limit, kernel.function) == 256
 
 
 @pytest.mark.parametrize(
