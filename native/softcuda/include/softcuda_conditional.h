@@ -2,8 +2,9 @@
 // address of this structure. The structures are never freed, so that a stale handle does no harm.
 #pragma once
 
-// compile.py preprocesses a kernel source without the shim, and compiles the result with the shim.
-// This file is empty in the first step, because the shim includes it in the second step.
+// compile.py preprocesses a kernel source without the shim, and compiles the result with the shim,
+// which includes this file. The file is therefore empty while the source is preprocessed: the
+// structure would otherwise be defined twice.
 #if !defined(__SOFTCUDA__) || defined(SOFTCUDA_SHIM)
 struct softcuda_condition {
   unsigned magic;  // SOFTCUDA_CONDITION_MAGIC, by which an invalid handle is recognized

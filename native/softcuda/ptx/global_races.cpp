@@ -30,8 +30,8 @@ void join_clocks(BlockClocks* to, const BlockClocks& from) {
   for (const auto& item : from) join_clocks(to, item.first, item.second);
 }
 
-// Replaces a recorded access with `now`. If both are by the same warp with the same clock, they
-// count as one access to the bytes of both, which is strong only if both are strong.
+// Replaces a recorded access with `now`. If the same warp made both with the same clock, the record
+// then stands for both: it covers the bytes of both, and is strong only if both are strong.
 void replace(GlobalAccess* access, const GlobalAccess& now) {
   const bool same =
       access->clock == now.clock && access->block == now.block && access->warp == now.warp;

@@ -1,4 +1,5 @@
-// Branches, exits, barriers, fences, asynchronous copies and calls that the device provides.
+// Branches, exits, barriers, fences, asynchronous copies, and calls of functions that the device
+// provides, such as vprintf.
 #include <sched.h>
 
 #include <cstdio>

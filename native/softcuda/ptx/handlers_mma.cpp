@@ -233,7 +233,8 @@ void accumulate(const Kernel& kernel, unsigned element, const float (*a)[32],
     case Accumulation::hardware:
       break;
   }
-  // The hardware model: `step` products are added at once, with `fraction_bits` fraction bits.
+  // The hardware model adds `step` products and the accumulator at once. Before that, it aligns
+  // them to their largest exponent and truncates them to `fraction_bits` fraction bits.
   const bool hopper = kernel.target >= 90;
   const unsigned bits = bits_of(element);
   const unsigned step = (hopper ? 256 : 128) / bits;
@@ -342,8 +343,8 @@ const Instr* mma(Warp& w, const Instr* in) {
 }
 
 // ldmatrix and stmatrix. `count` is the number of matrices; `kind` is a sum of 1 (transposed) and 2
-// (store). Lane 8 m + i has the address of row i of matrix m. The operand pool at `imm` has the
-// registers, followed by the offset of the address.
+// (store). op[0] is the address; lane 8 m + i has that of row i of matrix m. The operand pool at
+// `imm` has the registers, followed by the number of bytes to add to the addresses.
 const Instr* matrix_access(Warp& w, const Instr* in) {
   const Instr* next = in;
   if (!all_lanes(w, in, &next)) return next;

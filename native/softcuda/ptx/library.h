@@ -33,7 +33,8 @@ void check_syntax(const std::string& text, LoadedModule* module);
 // Runs blocks of a kernel on a worker. Returns false after a fault.
 bool run_blocks(const softcuda_ptx_work& work, LaunchState* launch, unsigned worker, uint64_t first,
                 uint64_t last);
-// Releases the mutexes that the calling thread has locked while it wrote buffered stores to memory.
+// Releases the mutexes that the calling thread had locked when a signal ended run_blocks() while it
+// wrote buffered stores to memory.
 void unlock_stores();
 
 }  // namespace ptx

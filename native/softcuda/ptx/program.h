@@ -50,7 +50,8 @@ struct Instr {
   // The handler of the instruction itself. If the instruction has a guard predicate, `run` is
   // run_guarded(), which calls `guarded` for the lanes whose predicate is true.
   Handler guarded = nullptr;
-  // Operands: byte offsets of registers. Bit 0 marks constants, bit 1 negated predicates.
+  // Operands: byte offsets in the warp's buffer of registers and constants. Bit 0 (kConstant) is
+  // set if the operand is a constant, bit 1 (kNegated) if it is a negated predicate.
   int32_t op[6] = {};
   int64_t imm = 0;     // offset of a memory operand, target of a branch, ...
   int32_t guard = -1;  // register of the guard predicate; -1: none
@@ -300,8 +301,10 @@ struct Block {
   bool failed = false;
   bool adversarial = false;
   bool racecheck = false;
-  // Whether accesses to global memory are checked, for races or against kernels that precede this
-  // one over programmatic edges, or are counted. `checks_shared` is the same for shared memory.
+  // Whether each access to global memory does more than load or store: it is checked for races or
+  // against the kernels that precede this one over programmatic edges, is counted, or uses the
+  // store buffers. `checks_shared`: whether accesses to shared memory are checked for races or
+  // counted.
   bool checks_accesses = false;
   bool checks_shared = false;
   LaunchState* launch = nullptr;

@@ -28,8 +28,9 @@ void copy_parameters(const int32_t* list, char* local) {
   }
 }
 
-// Visits the state of a thread that a recursive call saves: calls visit(memory, bytes) for each
-// register and each range of parameter memory, and visit_predicate(word) for each predicate.
+// Visits the state of one thread that is saved by a recursive call: calls visit(memory, bytes) for
+// each register and each range of parameter memory in `ranges`, and visit_predicate(word) for each
+// predicate.
 template <class Visit, class VisitPredicate>
 void visit_saved(const Warp& w, const int32_t* ranges, unsigned lane, const Visit& visit,
                  const VisitPredicate& visit_predicate) {

@@ -40,7 +40,8 @@ class WriteLock {
   std::mutex** const held_;
 };
 
-// Stores to host memory that are visible to all blocks of the device, but not to the host.
+// The buffer of stores to host memory that are visible to all blocks of the device, but not yet to
+// the host.
 struct DeviceStores {
   std::mutex mutex;
   StoreBuffer words;

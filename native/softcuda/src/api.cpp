@@ -1,7 +1,7 @@
 // The code that runs before and after the body of every entry point. It checks the entry point's
-// preconditions, takes the context lock that lock model 1 simulates, and records the call in
-// progress and whether its thread holds the GIL (INVARIANTS.md A1 to A4). This file also contains
-// the resource counters and cuGetProcAddress.
+// preconditions, takes the context lock that SOFTCUDA_LOCK_MODEL=1 simulates, and records the call
+// in progress and whether its thread holds the GIL (INVARIANTS.md A1 to A4). This file also
+// contains the resource counters and cuGetProcAddress.
 #include <sys/syscall.h>
 #include <unistd.h>
 

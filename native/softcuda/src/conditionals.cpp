@@ -47,8 +47,8 @@ void check_in_body(const Work& work) {
 
 namespace {
 
-// The addresses of all cells (Condition::cell), each of which is a conditional handle. A handle in
-// kernel parameters is looked up here before it is used.
+// The addresses of all cells (Condition::cell). A conditional handle is the address of a cell. A
+// handle that a launch passes as a kernel parameter is looked up here before it is used.
 struct Cells {
   std::mutex mutex;
   std::unordered_set<const softcuda_condition*> addresses;

@@ -32,10 +32,9 @@ bool has_conditional(const Graph& graph);
 // Rejects work that is not allowed in a conditional body (INVARIANTS.md N4).
 void check_in_body(const Work& work);
 // Checks the conditional nodes of a graph before the graph is instantiated. Rejects conditional
-// handles that no node uses (INVARIANTS.md N1), conditional nodes in child graphs
-// (INVARIANTS.md N5), and nodes that are not allowed in a conditional body (INVARIANTS.md N4).
-// `in_body` says whether `graph` itself is inside a
-// conditional body.
+// handles that no node uses (N1 in INVARIANTS.md), conditional nodes in child graphs (N5), and
+// nodes that are not allowed in a conditional body (N4). `in_body` says whether `graph` itself is
+// inside a conditional body.
 void check_conditions(const Graph& graph, bool in_body);
 // Adds a conditional node with empty bodies, whose handles are returned in `params`.
 void add_conditional(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,

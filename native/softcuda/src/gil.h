@@ -19,8 +19,8 @@ std::string python_stack();
 void watch_gil(void (*on_request)(), void (*on_python_call)(const std::string& stack));
 // Enables or disables `on_python_call` for the calling thread.
 void report_first_python_call(bool enabled);
-// Extends the observation to the libraries that were loaded since the last call of this function.
-// The device calls it before each host function.
+// Also observes requests for the GIL by libraries that were loaded since the last call of this
+// function. The device calls it before each host function.
 void watch_new_libraries();
 // Whether requests for the GIL are observed.
 bool gil_watched();

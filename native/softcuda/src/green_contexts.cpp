@@ -113,8 +113,8 @@ void require_sm(const CUdevResource* input) {
           "only a resource of multiprocessors can be split");
 }
 
-// Returns the number of multiprocessors of the group that `p` describes. `rest` multiprocessors are
-// in no group yet.
+// Returns the number of multiprocessors of the group that `p` describes: a multiple of `alignment`,
+// unless `p` has the flag kBackfill. `rest` multiprocessors are in no group yet.
 unsigned group_size(const GroupParams& p, unsigned alignment, unsigned rest) {
   constexpr CUresult kInvalid = CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION;
   require((p.flags & ~kBackfill) == 0, CUDA_ERROR_NOT_SUPPORTED,

@@ -78,9 +78,9 @@ std::string address_limit() {
 // after it.
 size_t alias_bytes(size_t size) { return round_up(size + kAliasStep, kAliasStep); }
 
-// Returns the start of the next free range of `span` device addresses. The search continues upwards
-// from the last assigned alias, and starts again at the lowest address when it reaches the end
-// (INVARIANTS.md M1). Returns 0 if no range is free.
+// Returns the start of the next free range of `span` device addresses. The search goes upwards from
+// the device address that was assigned last, and starts again at the lowest address when it reaches
+// the end (INVARIANTS.md M1). Returns 0 if no range is free.
 CUdeviceptr next_free(size_t span) {
   CUdeviceptr at = g_table.next;
   for (bool wrapped = false;;) {
@@ -203,8 +203,9 @@ Resource resource_of(const Allocation& a) {
   return a.host && !a.unified() ? Resource::pinned_memory : Resource::device_memory;
 }
 
-// Returns the bytes of device memory that are free. Memory of graph nodes is counted as used while
-// a launch has it allocated, so more than the total memory may be in use; the result is then 0.
+// Returns the bytes of device memory that are free. Memory of an allocation node counts as used
+// from the time at which the node runs, without a check against the total memory. If more than the
+// total memory is therefore in use, the result is 0.
 size_t free_device_bytes() {
   const size_t total = total_memory();
   return total > g_table.used ? total - g_table.used : 0;

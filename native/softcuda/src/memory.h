@@ -69,8 +69,8 @@ struct Allocation {
   std::string describe() const;
 };
 
-// A resolved address: its allocation and the storage address. `owner` is null for pageable host
-// memory.
+// A resolved address: its allocation `owner` and, in `address`, the host address of its storage.
+// `owner` is null for pageable host memory.
 struct Target {
   std::shared_ptr<Allocation> owner;
   char* address = nullptr;

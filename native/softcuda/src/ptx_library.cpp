@@ -268,7 +268,7 @@ void begin_launch(Op& op) {
   auto launch = std::make_shared<Launch>();
   launch->log = op.precedes_programmatically ? std::make_shared<AccessLog>(kernel) : op.log;
   // A kernel for an architecture without griddepcontrol starts after the preceding kernel has
-  // completed, so its accesses need no check against that kernel's log.
+  // completed, so its accesses need no check against the logged accesses of that kernel.
   if (kernel->waits_for_grid) {
     launch->preceding = op.unordered;
     for (const Op* primary : op.primaries) {

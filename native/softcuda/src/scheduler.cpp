@@ -32,7 +32,8 @@ void unref(Op* op) {
   if (op->refs.fetch_sub(1, std::memory_order_acq_rel) == 1) delete op;
 }
 
-// Makes `op` depend on an operation, unless that operation is done. The caller holds the mutex.
+// Makes `op` depend on an operation, unless that operation is done. The caller holds the
+// scheduler's mutex.
 void add_dependency(Op* op, const OpRef& dependency) {
   Op* before = dependency.get();
   if (before == nullptr || before->done || before == op) return;
@@ -244,8 +245,9 @@ CUresult wait_idle(const char* description) {
 
 namespace {
 
-// Starts a launch of a program: resets its counters and appends its root nodes to `ready`. `op` is
-// complete when all nodes are complete.
+// Starts a launch of a program, the operations of an executable graph or conditional body: resets
+// its counters and appends its root nodes to `ready`. `op`, the launch or the conditional node,
+// continues when all nodes are complete.
 void begin_program(Program& program, Op* op, std::vector<Op*>* ready) {
   program.launch = op;
   program.remaining.store(static_cast<int>(program.nodes.size()), std::memory_order_relaxed);
@@ -404,7 +406,8 @@ static Op* dispatch_all(std::vector<Op*>* ready, bool keep_one) {
   return kept;
 }
 
-// Dispatches the operations that begin(&ready) appends to `ready`.
+// Dispatches the operations that begin(&ready) appends to `ready`. `keep_one` and the return value
+// have the same meaning as for dispatch_all().
 template <class Begin>
 static Op* dispatch_from(const Begin& begin, bool keep_one) {
   // The vector is reused, so that dispatching allocates nothing in the steady state.

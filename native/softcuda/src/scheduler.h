@@ -30,8 +30,8 @@ CUcontext primary_context();
 // Whether `context` is the primary context or a context that cuCtxCreate has created.
 bool is_context(CUcontext context);
 
-// A kernel launch with translated parameters. Immutable; shared by graph definitions and
-// executables.
+// A kernel launch, with device addresses in its parameters translated to storage addresses.
+// Immutable; shared by graph definitions and executables.
 struct KernelWork {
   std::shared_ptr<Function> function;
   CUDA_KERNEL_NODE_PARAMS params;  // the caller's values; its pointer kernelParams is dangling

@@ -91,8 +91,9 @@ struct Observation {
   }
 };
 
-// Whether any driver call or host function has taken longer than `limit`. `now` is the time that
-// the watchdog has counted.
+// Whether any driver call or host function has taken longer than `limit`. `now` is the time in
+// nanoseconds that the watchdog has counted in ticks. `observed` keeps what the previous call of
+// this function has seen of each thread.
 bool any_stuck(std::map<const void*, Observation>* observed, uint64_t now, uint64_t limit) {
   const RunningHost& host = g_running_host;
   bool any = (*observed)[&host].is_stuck(host.fn.load() != nullptr, host.since, now, limit);

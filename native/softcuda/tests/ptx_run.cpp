@@ -2,11 +2,11 @@
 //
 //   ptx_run FILE SECONDS
 //
-// FILE contains the modules, separated by zeros. Each module is loaded, and k is launched with two
-// blocks of 64 threads and pointers to 4096 bytes as parameters. A line per module shows the error
-// code and the text of the fault. If a child process ends abnormally, for example because a
-// sanitizer found an error or SECONDS have passed, the program prints the number of the module and
-// exits with status 1.
+// FILE contains the PTX texts of the modules, separated by zero bytes. Each module is loaded, and k
+// is launched with two blocks of 64 threads and pointers to 4096 bytes as parameters. A line per
+// module shows the error code and the text of the fault. If a child process ends abnormally, for
+// example because a sanitizer found an error or SECONDS have passed, the program prints the number
+// of the module and exits with status 1.
 #include <sys/wait.h>
 #include <unistd.h>
 
