@@ -23,13 +23,14 @@ _THREADS = 128
 _KERNELS = Path(__file__).parent / "kernels" / "prefill.cu"
 
 #: Numbers of rows of a chunk's forward pass; each size has its own CUDA graph. `CHUNK` is the
-#: greatest size.
-CHUNK_SIZES = (4, 8, 16, 32, 64, 128, 256)
+#: greatest size. A forward pass reads the weights once for any number of rows, so large chunks take
+#: less time per row.
+CHUNK_SIZES = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 CHUNK = CHUNK_SIZES[-1]
+#: Sizes up to this one may contain padding. The time of a larger size is proportional to its number
+#: of rows, so a larger size is used only if the prompt fills all its rows.
+MAX_PADDED_SIZE = 256
 
-#: Maximum number of prompt tokens that are prefilled between two rounds if the number is chosen
-#: automatically.
-MAX_ROWS = 1024
 #: Maximum time for prefill between two rounds, as a fraction of the time of a round.
 MAX_ROUND_FRACTION = 0.8
 #: Weight of a new sample in the moving average of a chunk size's times.
@@ -102,8 +103,7 @@ class PrefillScheduler:
                     self._times_s[size].scale(FORGET)
                 return rows
             rows = size
-        num_chunks = int(limit_s / max(expected_s, 1e-9))
-        return CHUNK * min(num_chunks, MAX_ROWS // CHUNK)
+        return rows
 
     def charged_rows(self, rows: int, allowed: int) -> int:
         """Return how many of the `allowed` rows a chunk of `rows` rows uses up.
@@ -118,13 +118,12 @@ class PrefillScheduler:
         allowed
             Number of prompt tokens that may still be prefilled before the next round.
         """
-        allowed = min(allowed, CHUNK)
-        fraction = 0.0
-        if not self._fixed_rows:
-            allowed_s = self._time_s(chunk_size(allowed), math.inf)
-            chunk_s = self._time_s(chunk_size(rows), 0.0)
-            fraction = min(chunk_s / max(allowed_s, 1e-9), 1.0)
-        return max(rows, int(fraction * allowed))
+        if self._fixed_rows:
+            return rows
+        size = chunk_size(min(allowed, CHUNK))
+        rows_per_second = size / max(self._time_s(size, math.inf), 1e-9)
+        chunk_s = self._time_s(chunk_size(rows), 0.0)
+        return max(rows, min(int(chunk_s * rows_per_second), allowed))
 
     def _time_s(self, size: int, default: float) -> float:
         """Return the average time of a chunk size, or `default` if it has not been measured."""
@@ -301,6 +300,9 @@ class Prefill:
         begin = num_cached
         while begin < end_of_prompt:
             limit = max_rows()
+            remaining = end_of_prompt - begin
+            if remaining > MAX_PADDED_SIZE:
+                limit = min(limit, remaining)
             fitting = [size for size in CHUNK_SIZES if size <= limit]
             num_rows = max(fitting, default=limit)
             end = min(begin + num_rows, end_of_prompt)

@@ -16,11 +16,13 @@ from engine_cases import (
     settled,
 )
 from engine_util import demo_engine, mixed_requests
+from tiny_models import make_tiny_llama, make_tiny_tokenizer
 
 from graft.models.drafters import NGram
+from graft.models.engine.engine import Engine
 from graft.models.engine.slots import SlotManager
 from graft.models.request import Request
-from graft.models.round.prefill import CHUNK, CHUNK_SIZES, MAX_ROWS, PrefillScheduler, chunk_size
+from graft.models.round.prefill import CHUNK_SIZES, PrefillScheduler, chunk_size
 
 RUNNING = Request(tokens=[300, 301, 302], max_tokens=120, min_tokens=120, id="running")
 
@@ -96,20 +98,36 @@ def test_chunked_prefill_interleaves_chunks_with_rounds():
         assert [launch for launch in launches if isinstance(launch, int)] == [256, 44]
 
 
+def test_prefill_reads_weights_once_per_1024_rows(tmp_path):
+    """A prompt is prefilled in chunks of 1,024 rows. Its remainder fills smaller chunks.
+
+    Only a chunk of up to 256 rows contains padding.
+    """
+    make_tiny_llama(tmp_path, num_hidden_layers=1, max_position_embeddings=4096)
+    make_tiny_tokenizer(tmp_path)
+    options = {"max_batch_size": 1, "max_length": 4096, "prefix_cache_bytes": 0}
+    with settled(Engine(tmp_path, None, **options)) as engine:
+        launches = record_launches(engine)
+        for count, expected in ((2048, [1024, 1024]), (1950, [1024, 512, 256, 158])):
+            launches.clear()
+            prompt = [7 + i % 90 for i in range(count + 1)]  # a round processes the last token
+            engine.generate([Request(tokens=prompt, max_tokens=1)])
+            assert [rows for rows in launches if isinstance(rows, int)] == expected
+
+
 def chunk_cost(fixed, each, rows):
     """Return the simulated time of `rows` prefill rows in seconds.
 
     Parameters
     ----------
     fixed
-        Seconds per graph launch. A graph processes up to `CHUNK` rows.
+        Seconds per graph launch.
     each
         Seconds per row. Fewer than four rows take as long as four.
     rows
         Number of rows.
     """
-    num_launches = -(-rows // CHUNK)
-    return fixed * num_launches + each * max(rows, 4)
+    return fixed + each * max(rows, 4)
 
 
 @pytest.mark.parametrize("fixed, each", [(0.0, 1e-4), (2e-3, 1e-5), (9e-3, 1e-6), (1e-3, 0.0)])
@@ -126,20 +144,18 @@ def test_prefill_scheduler_chooses_chunks_of_about_one_round(fixed, each, round_
     scheduler = PrefillScheduler(None)
     chosen = []
     slow = [100, 300]
-    for size in CHUNK_SIZES if warmed else (CHUNK, 64):
+    for size in CHUNK_SIZES if warmed else (256, 64):
         scheduler.record_time(size, cost(size))
     for number in range(2000):
         rows = scheduler.rows(round_s)
         chosen.append(rows)
-        launched = min(rows, CHUNK)
         slowdown = 10 if number in slow else 1
-        scheduler.record_time(launched, cost(launched) * slowdown)
+        scheduler.record_time(rows, cost(rows) * slowdown)
         scheduler.record_time(1, cost(4))  # the last row of a prompt
-    sizes = [*CHUNK_SIZES, *range(2 * CHUNK, MAX_ROWS + 1, CHUNK)]
-    assert set(chosen) <= set(sizes)
+    assert set(chosen) <= set(CHUNK_SIZES)
     late = [rows for rows in chosen if rows > 4 and cost(rows) > 1.5 * round_s]
     assert len(late) <= 3
-    fits = [rows for rows in sizes if cost(rows) <= 0.8 * round_s] or [4]
+    fits = [rows for rows in CHUNK_SIZES if cost(rows) <= 0.8 * round_s] or [4]
     halves = [rows for rows in fits if 2 * cost(rows // 2) <= 0.8 * round_s] or [4]
     if warmed:
         assert chosen[-1] == fits[-1]
@@ -160,12 +176,12 @@ def test_prefill_scheduler_counts_short_chunks_by_their_time(fixed, each):
     scheduler = PrefillScheduler(None)
     for size in CHUNK_SIZES:
         scheduler.record_time(size, cost(size))
-    for rows, allowed in ((5, 64), (8, 16), (200, 256), (9, 256), (60, 512)):
+    for rows, allowed in ((5, 64), (8, 16), (200, 256), (9, 256), (60, 512), (60, 700)):
         charged = scheduler.charged_rows(rows, allowed)
-        chunk = min(allowed, CHUNK)
-        assert rows <= charged <= chunk
+        assert rows <= charged <= allowed
+        chunk = chunk_size(allowed)
         time_share = cost(chunk_size(rows)) / cost(chunk)
-        assert charged == rows or abs(charged / chunk - time_share) < 1 / chunk
+        assert charged in (rows, allowed) or abs(charged / chunk - time_share) < 1 / chunk
 
 
 @pytest.mark.parametrize(
