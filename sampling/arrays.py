@@ -95,8 +95,8 @@ class SamplingArrays:
         self.raw_logits = device.zeros((rows, self.vocab_size), "float32")
         # Token sampled for each forward row; -1 if the `Verifier` determines it by testing a draft.
         self.target_tokens = device.zeros((rows,), "int32")
-        # Status of each forward row. 1: usable, 0: not ready, 2: no legal token, 3: error, 4:
-        # usable, and relaxed acceptance has replaced the sampled token.
+        # Status of each forward row: 0 if its mask row is not ready, otherwise ROW_OK,
+        # ROW_NO_TOKEN, ROW_BAD_LOGIT or ROW_RELAXED (kernels/row.cuh).
         self.row_status = device.zeros((rows,), "int32")
         # State (ROW_*) of the mask row that each forward row uses.
         self.mask_states = device.zeros((rows,), "int32")
@@ -118,7 +118,7 @@ class SamplingArrays:
 
     @property
     def exchange_args(self) -> tuple[object, ...]:
-        """Kernel arguments: exchanged records, their layout and the number of the replay."""
+        """Kernel arguments: records exchanged with the host, their layout, replay number."""
         return (self.exchange.memory, self.exchange.layout, self.replay)
 
     @property
@@ -142,7 +142,7 @@ class SamplingArrays:
         return int(batch)
 
     def check_rows(self, rows: RowMap) -> int:
-        """Check `rows`, the map of the forward rows, and return the number of batch rows."""
+        """Check the arrays of a row map and return the number of batch rows."""
         batch = self.check_slots(rows.slot)
         expect("first", rows.first, "int32", B=batch)
         check_range("rows R", rows.count, batch, batch * (self.draft_length + 1))

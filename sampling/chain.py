@@ -26,10 +26,10 @@ class ChainSampler:
     def draft(self, lane: Lane, draft_logits: DeviceArray, row_slot: DeviceArray, j: int) -> None:
         """Sample draft `j` of every slot that committed tokens in this replay and has j - 1 drafts.
 
-        With masking "fill", the draft is sampled under mask row ``j - 1`` of the slot. With masking
-        "probe" or "lattice-probe", the draft is the candidate that the grammar accepted. If no
-        candidate was legal, the draft is sampled under the mask row instead. Without masking,
-        drafts may be illegal, and verification rejects them.
+        With masking "fill", only tokens that mask row ``j - 1`` of the slot allows are sampled.
+        With masking "probe" or "lattice-probe", the draft is the candidate that the grammar
+        accepted; if the grammar accepted none, the draft is sampled as with "fill". Without
+        masking, drafts may be illegal, and verification rejects them.
 
         Parameters
         ----------

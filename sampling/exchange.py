@@ -125,10 +125,10 @@ class Exchange:
         return self.memory.host_ptr
 
     def copy_masks_to_device(self, lane: Lane, first: int, end: int) -> None:
-        """Add to a lane a copy of mask rows of all slots from `host_masks` to `device_masks`.
+        """Add to a lane the copy of mask rows from `host_masks` to `device_masks`, for all slots.
 
-        The rows are `first` to `end` (exclusive). The lane must be ordered after the grammar step
-        that writes them.
+        The copy contains the rows `first` to `end` (exclusive). The lane must be ordered after the
+        grammar step that writes these rows.
         """
         _, slots, words = self.host_masks.shape
         offset = first * slots * words

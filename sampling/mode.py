@@ -140,7 +140,7 @@ class DraftMode:
 
     @property
     def is_lattice_tree(self) -> bool:
-        """Whether a grammar step on the host chooses the trees of all requests."""
+        """Whether the grammar chooses each draft tree from the candidates of all levels at once."""
         return self.is_lattice and self.branch > 1
 
     @property
@@ -186,5 +186,5 @@ class DraftMode:
 
     @property
     def rows_per_request(self) -> int:
-        """Maximum number of rows of logits per request that one kernel processes."""
+        """Maximum number of rows of logits per request: to verify, or for one level of a tree."""
         return max(self.drafts + 1, self.branch)

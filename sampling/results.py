@@ -29,11 +29,12 @@ def row_words(draft_length: int) -> int:
 
 
 def output_ring(device: Device, entries: int, max_batch: int, draft_length: int) -> Ring:
-    """Create the ring through which rounds of at most `max_batch` rows B return their results.
+    """Create the ring through which rounds of at most `max_batch` batch rows return their results.
 
-    Replay ``r`` uses entry ``r % entries``. The field ``rows`` is int32 [B, row words]. The field
-    ``logprobs`` has K + 1 records of dtype `LOGPROBS` per row, stored as int32. It is written only
-    for requests that ask for log probabilities. K is `draft_length`, the maximum number of drafts.
+    Replay ``r`` uses entry ``r % entries``. The field ``rows`` is int32 [max_batch, row_words(K)].
+    The field ``logprobs`` has K + 1 records of dtype `LOGPROBS` per row, stored as int32. It is
+    written only for requests that ask for log probabilities. K is `draft_length`, the maximum
+    number of drafts.
     """
     logprobs_words = (draft_length + 1) * (LOGPROBS.itemsize // 4)
     return Ring(

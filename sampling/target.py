@@ -51,9 +51,9 @@ class TargetSampler:
         states = (arrays.mask_states, arrays.cross_block)
         args = [*inputs, exchange.memory, *states, arrays.state.tables, arrays.raw_logits]
         lane.kernel(self._adjust, grid, arrays.block, args, name="adjust logits")
-        # Several blocks can share only the first step of a launch, because the later steps of the
-        # launch run in the last block. Several blocks per row therefore need one launch per step,
-        # while a single block runs all steps in one launch.
+        # If several blocks share a row, each of the three steps gets its own launch, because the
+        # blocks can share only the first step of a launch; the last block to finish runs the later
+        # steps alone. A single block runs all steps in one launch.
         steps = [(0, 2)] if arrays.parts == 1 else [(step, step) for step in range(3)]
         results = (arrays.probs, arrays.target_tokens, arrays.row_status)
         for first, last in steps:

@@ -1,4 +1,4 @@
-"""Draft trees that grow level by level: the nodes to feed next, and the drafts to verify."""
+"""Draft trees that grow level by level: nodes to feed to the drafter next, and drafts to verify."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TreePlan(NamedTuple):
 
     @classmethod
     def of(cls, tree: Any) -> TreePlan:
-        """Parse the option ``draft_tree``: (branch, levels), or paths in any order.
+        """Parse the option ``draft_tree``: (branch, levels), or a fixed tree's paths in any order.
 
         Anything else raises OptionError.
         """
@@ -80,14 +80,14 @@ class TreePlan(NamedTuple):
         """Return the ``plan`` argument of the kernel ``tree_grow`` for a fixed tree.
 
         It has one int32 entry per possible child of the tree, in the order of ``struct TreeSize``
-        in kernels/tree.cu. If the child is fed to the drafter, the entry is its index among the
-        nodes of the next level. If the child is a draft that is not fed, it is `branch`. Otherwise
-        it is -1.
+        in kernels/tree.cu. If the child is fed to the drafter, the entry is its index among the fed
+        nodes of its level. If the child is a draft that is not fed, it is `branch`. Otherwise it is
+        -1.
         """
         branch = self.branch
         children_per_level = branch**2  # at level 2 and deeper; level 1 has `branch` children
         table = np.full(branch + (self.levels - 1) * children_per_level, -1, np.int32)
-        # Index of each parent among the fed nodes of its level.
+        # Index of each parent among the nodes of its level that are fed to the drafter.
         node_of: dict[tuple[int, ...], int] = {(): 0}
         for level in range(1, self.levels + 1):
             first = 0
@@ -104,7 +104,7 @@ class TreePlan(NamedTuple):
         return table
 
     def _fed_nodes(self, level: int) -> dict[tuple[int, ...], int]:
-        """Return the indices of the nodes of a level that have children, by the node's path."""
+        """Number the nodes of a level that have children, and return the numbers by path."""
         nodes: dict[tuple[int, ...], int] = {}
         for path in self.paths:
             if len(path) == level + 1:
@@ -242,7 +242,7 @@ class TreeSampler:
         lane.kernel(self._grow, row_slot.shape[0], arrays.block, args, name=name)
 
     def _rank(self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, level: int) -> None:
-        """Add the kernel that finds the most likely candidates of each node."""
+        """Add the kernel that finds each node's candidates: the tokens most likely to follow it."""
         arrays = self._arrays
         check_range("level", level, 1, self._levels)
         rows = row_slot.shape[0]

@@ -139,7 +139,7 @@ class Context:
 
 
 def wait_streams(handles: list[int], timeout_s: float | None, subject: str) -> None:
-    """Wait until the work that the streams `handles` (CUstreams) contain has finished.
+    """Wait until all work on the streams `handles` (CUstreams) has finished.
 
     Ctrl-C interrupts the wait. DeadlineError is raised if a stream is still busy after
     ``timeout_s`` seconds; `subject` names the streams in the message.

@@ -38,7 +38,7 @@ def counters() -> dict[str, Counter[str]]:
 
 
 def snapshot() -> dict[str, int | dict[str, int]]:
-    """Return all counters; "calls" and "gil_held" contain the sum over all driver functions."""
+    """Return all counters of the soft device, with "calls" and "gil_held" as totals."""
     groups = counters()
     result: dict[str, int | dict[str, int]] = {}
     for name in BY_NAME:

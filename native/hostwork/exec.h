@@ -56,8 +56,8 @@ class Exec {
         event_(std::make_shared<Resource>(ResourceKind::kEvent, event)) {
     use_state(std::move(state));
   }
-  // In a forked child, the mutex is not locked. A thread that had locked it in the parent would
-  // also hold a reference to this object, and the destructor would not run.
+  // The destructor cannot block on a mutex that another thread held when the process forked: that
+  // thread also held a reference to this object, so the destructor never runs in the child.
   ~Exec() { close(); }
   Exec(const Exec&) = delete;
   Exec& operator=(const Exec&) = delete;
@@ -175,8 +175,8 @@ class Exec {
   // Sets the state that counts the launches from now on. The caller must hold the mutex, except for
   // the constructor.
   void use_state(std::shared_ptr<GraphState> state) {
-    // A host step computes its replay number from the number of its runs. This number includes runs
-    // under earlier executables, which the base subtracts.
+    // A host step counts its runs under all executables of its graph. Adding the base to the count
+    // yields the number of the replay in this executable.
     state->set_base(launches_ - state->launched());
     state_ = std::move(state);
   }

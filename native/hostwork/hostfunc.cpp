@@ -43,7 +43,8 @@ void unregister(EagerRecord* record) {
   enqueued_work.pending.erase(record);
 }
 
-// Releases the Python references of an abandoned record, but not the record itself.
+// Releases the Python references of a record that the driver will never run (see abandon_eager),
+// but not the record itself.
 class AbandonedRelease final : public Reapable {
  public:
   explicit AbandonedRelease(EagerRecord* record) : record_(record) {}

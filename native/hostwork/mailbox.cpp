@@ -115,9 +115,9 @@ bool Port::try_claim(std::uint32_t seq, Claimant claimant) noexcept {
 }
 
 // Stores the answer to request `seq`. Called once, by the thread that has claimed the request. The
-// request word is cleared first, because the device may post the next request as soon as it sees
-// the answer. A spinning kernel whose own deadline has passed does not wait for the answer. The
-// word may then already contain the next request, and is left unchanged.
+// request word is cleared before the answer is stored, because the device may post the next request
+// as soon as it sees the answer. The word is cleared only if it still contains `seq`: if a spinning
+// kernel ended at its own deadline, the device may already have posted the next request.
 void Port::acknowledge(std::uint32_t seq) noexcept {
   if (expecting(seq)) due_since_ns_.store(monotonic_ns(), std::memory_order_relaxed);
   std::uint32_t posted = seq;

@@ -64,9 +64,9 @@ struct MailboxWords {
   // Number of the last request whose spinning kernel ended at its own deadline; 0: none. The
   // pointer is null if the mailbox has no spinning kernel.
   std::uint32_t* timed_out = nullptr;
-  // Number of completed launches, which the device counts. With this word, a launch may post any
-  // number of requests; if it is null, each launch posts one request. While the step is added to
-  // the graph, no launch that this word counts may be in flight.
+  // Number of completed launches, which the device counts. If the pointer is null, each launch
+  // posts one request; otherwise a launch may post any number of requests. No launch that the word
+  // counts may be in flight while the mailbox is added to the graph.
   const std::uint32_t* completed = nullptr;
 };
 

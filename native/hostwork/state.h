@@ -98,8 +98,8 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   void cancel_launch() noexcept { announced_.fetch_sub(1); }
 
   void add_listener(std::weak_ptr<LaunchListener> listener);
-  // Returns whether host work is still running that missed its deadline, so that the device no
-  // longer waits for it. No replay may start before this work has ended.
+  // Returns whether host work that missed its deadline is still running. The device no longer waits
+  // for this work, but no replay may start before it has ended.
   bool overrun() const;
 
  private:

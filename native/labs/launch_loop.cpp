@@ -61,8 +61,8 @@ std::vector<std::pair<std::uint64_t, std::uint64_t>> gaps() {
   return std::exchange(gap_list, {});
 }
 
-// Waits until the busy thread has called tick() twice. The busy thread then has held the GIL
-// between two ticks and is not about to release it.
+// Waits until the busy thread has called tick() twice, that is, until it has run bytecode for a
+// whole tick and therefore holds the GIL.
 void await_busy_thread() {
   const std::uint64_t begin = now_ns();
   const std::uint64_t target = ticks.load() + 2;

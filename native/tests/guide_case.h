@@ -379,10 +379,10 @@ class GuidedCase {
     std::copy(request.parents.begin(), request.parents.end(), ids + exchange_.layout.drafts);
   }
 
-  // Drafts one level of the trees of all slots. The candidates for the children of the current
-  // nodes are offered to the worker, which answers which of them the grammar allows. Some of the
-  // allowed children become the nodes of the next level. At the last level, some of the nodes of
-  // all levels become the drafts, each together with its parent.
+  // Drafts one level of the trees of all slots. The function offers candidates for the children of
+  // the current nodes to the worker, whose answer says which of them the grammar allows. It then
+  // selects the nodes of the next level among the allowed children. At the last level, it selects
+  // the drafts among the nodes of all levels; the parent of a draft is always selected, too.
   void draft_tree_level(const Plan& plan, const bool* advanced, int level, int32_t replay) {
     const int width = exchange_.layout.candidates;
     const int count = level == 1 ? 1 : kBranch;
@@ -432,9 +432,9 @@ class GuidedCase {
     }
   }
 
-  // Offers the candidates of all levels to the worker at once. The worker's answer contains the
-  // drafts. If the answer is a chain that ends early, the mask row after it may allow one more
-  // draft.
+  // Offers the candidates of all draft levels to the worker at once. The worker's answer contains
+  // the drafts. If they are a chain of less than the maximum length, one further draft is added if
+  // the mask row at the chain's end allows one.
   void probe_lattice(const Plan& plan, const bool* advanced, int32_t replay) {
     const ExchangeLayout& layout = exchange_.layout;
     for (int s = 0; s < kGuidedSlots; ++s) {

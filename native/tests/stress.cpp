@@ -85,7 +85,8 @@ int graphs(const char* image, unsigned seed, unsigned count, unsigned threads) {
   CALL(cuCtxSynchronize());
   WANT(graft::hostwork::flush(20.0));
   CALL(cuModuleUnload(kernels.module));
-  // Wait for the records, because the driver may destroy user objects late, on a driver thread.
+  // Wait until the records of all host steps are freed. The user objects that own them may be
+  // destroyed late, on a driver thread.
   for (int i = 0; i < 2000 && graft::hostwork::live_records() != 0; ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }

@@ -1,4 +1,5 @@
-// Drafts that arrive all at once: a drafter's proposal, or the grammar's answer to a lattice probe.
+// Drafts that arrive all at once: a drafter's proposal, or the drafts that the grammar has chosen
+// from the candidates of all levels.
 //
 // One thread per batch row. Proposals are not trusted: ids that cannot be drafts are skipped, with
 // their descendants. Siblings with equal ids become one draft.

@@ -262,9 +262,9 @@ __device__ __forceinline__ u64 row_best(const Row& row, const Slice& own, float*
       best_base = base;
     }
   }
-  // Each thread finds the first of its columns that has the best key of the thread. Key and column
-  // are packed into one integer such that the maximum over all threads prefers the smaller column
-  // of equal keys.
+  // Each thread finds the first of its columns that has the best key of the thread, and packs key
+  // and column into one integer. If keys are equal, the integer with the smaller column is larger
+  // and wins the maximum over all threads.
   u64 packed = 0;
   if (best_base >= 0) {
     const u32 word = legal_word<MAPPED>(row, best_base);
@@ -474,7 +474,8 @@ __device__ __forceinline__ void narrow(Cut& cut, const Weights& w, u64 need, Scr
     block_sync();
     const int bin = find_bin<WEIGHTED>(scratch.digits, BINS, &need, scratch);
     prefix |= static_cast<u64>(BINS - 1 - bin) << shift;
-    // No further pass is needed if all columns of the bin are kept or the bin has a single column.
+    // No further pass over the columns is needed if the filter keeps all columns of the bin or the
+    // bin has a single column.
     done = scratch.digits.count<WEIGHTED>(bin) <= need || scratch.digits.members[bin] <= 1u;
     block_sync();
   }
@@ -595,15 +596,15 @@ __device__ __forceinline__ int draw_column(int size, const int* map, const Noise
 // Samples from a row in the steps `from` to `to`:
 //
 //   STEP_BEST   finds the best column.
-//   STEP_WEIGH  computes weights and the cut of the filters.
+//   STEP_WEIGH  computes weights, and the columns that the filters keep.
 //   STEP_DRAW   writes the filtered distribution to work[0..size), fp32, and samples a column.
 //
 // Without `filtered`, only the best column is found, and `work` receives the legal logits unless it
 // is null. Without `sampled`, no column is sampled.
 //
-// All blocks of the row share the first step of a launch. The last block to finish runs the further
-// steps. After STEP_DRAW, this block returns ROW_OK, ROW_NO_TOKEN or ROW_BAD_LOGIT, and `column`
-// and `work` are complete. All other calls return 0.
+// All blocks of the row share the step `from`. The last block to finish it runs the later steps
+// alone. The last block to finish STEP_DRAW returns ROW_OK, ROW_NO_TOKEN or ROW_BAD_LOGIT; `column`
+// and `work` are then complete. All other calls return 0.
 __device__ __forceinline__ int row_sample(const Row& row, bool filtered, const Filter& filter,
                                           bool sampled, const Noise& noise, float* work,
                                           CrossBlockScratch& cross_block, int from, int to,
@@ -667,9 +668,9 @@ __device__ __forceinline__ int row_sample(const Row& row, bool filtered, const F
 }
 
 // Called in place of row_sample by a block whose row needs no sampling or is not ready. Each block
-// reads host memory separately, so an answer of the grammar that arrives late may be visible to
-// only some blocks of a row. The other blocks then find an invalid best column and get
-// ROW_BAD_LOGIT. Returns true in the last block to finish.
+// reads host memory separately. If an answer of the grammar arrives late, some blocks of a row may
+// see it and call row_sample while others call skip_row. skip_row therefore stores an invalid best
+// column, which makes row_sample return ROW_BAD_LOGIT. Returns true in the last block to finish.
 __device__ __forceinline__ bool skip_row(CrossBlockScratch& cross_block, Scratch& scratch) {
   const bool leader = threadIdx.x == 0;
   if (leader) atomicMax(&cross_block.best, ~0ull);

@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     if (!skip_row(cross_block[b], scratch) || token < 0) return;
   } else {
     float* x = logits + static_cast<long long>(b) * draft_vocab;
-    // draft_candidates has already adjusted the logits of the slots that it probed.
+    // If the grammar tests the slot's candidates, draft_candidates has already adjusted the logits.
     if (!probed || unconstrained) {
       adjust_draft(x, own_slice(draft_vocab), {draft_vocab, d2t, t2d}, slot, path_of(slot, j - 1),
                    position, table_of(tables, vocab_size, index), vocab_size, drafted);

@@ -53,7 +53,8 @@ struct Slot {
   int top_k;          // 0: disabled
   int num_stop_ids;
   int stop_ids[MAX_STOP_IDS];
-  // Drafts are rows 1 .. draft_len of a tree with row 0 = `last`. The arrays are indexed by j - 1.
+  // Drafts are rows 1 to draft_len of a tree whose row 0 is `last`. The arrays store the draft of
+  // row j at index j - 1.
   int drafts[MAX_DRAFTS];  // target ids
   int parent[MAX_DRAFTS];  // parent row, smaller than j; j - 1 in a chain
   unsigned long long
@@ -133,8 +134,8 @@ __device__ __forceinline__ int map_entry(int b, int j) {
 __device__ __forceinline__ int batch_row(int entry) { return entry >> 16; }
 __device__ __forceinline__ int draft_row(int entry) { return entry & 0xffff; }
 
-// Returns whether the slot's request has no grammar, given the stamp of its mask row 0. The result
-// does not change while a round drafts, whereas the states of other rows do.
+// Returns whether the slot's request has no grammar. `first` is the stamp of the slot's mask row 0,
+// which does not change while a round drafts, unlike the stamps of the other mask rows.
 __device__ __forceinline__ bool is_unconstrained(const RowStamp* first, int epoch) {
   return first->state == ROW_FREE && first->epoch == epoch && first->detail != 0;
 }
