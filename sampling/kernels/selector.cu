@@ -20,9 +20,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 }
 
 // Adds sum(predecessor * hidden * successor) to the logit of each id in `best`, which selector_best
-// has written. The three vectors belong to the preceding token, the position and the id. Then adds a
-// constant to these logits, so that all of them are greater than those of the other ids. The other
-// ids are drafted only if the grammar rejects all ids in `best`.
+// has written. The three vectors belong to the preceding token, the position and the id. Then adds
+// a constant to these logits, so that all of them are greater than those of the other ids. The
+// other ids are drafted only if the grammar rejects all ids in `best`.
 //
 // One block per row of logits. `nodes` consecutive rows share `best` [k], `successor` [k, rank] and
 // `hidden` [rank].
