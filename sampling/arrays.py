@@ -105,7 +105,8 @@ class SamplingArrays:
         # Tables of draft probabilities: the distribution that each draft was sampled from.
         table_shape = (self.state.slots, self.mode.tables, max(self.draft_vocab.size, 1))
         self.draft_probs = device.zeros(table_shape, "float32")
-        # Results of testing drafts by rejection sampling, one per forward row.
+        # Results of rejection sampling by forward row: the weight of the target distribution in the
+        # residual distribution after this row, and whether the row's draft has passed.
         self.test_weights = device.zeros((rows,), "float32")
         self.test_results = device.zeros((rows,), "int32")
         # Number of drafts that have probability 0 in the table they were sampled from. It stays 0
@@ -135,14 +136,14 @@ class SamplingArrays:
         return (self.cross_block, self.state.array, *results, *tables)
 
     def check_slots(self, row_slot: DeviceArray) -> int:
-        """Check `row_slot`, the slot of each batch row, and return the number of batch rows."""
+        """Check type and size of `row_slot`, the slot of each batch row; return the size."""
         batch = row_slot.shape[0] if len(row_slot.shape) == 1 else -1
         expect("row_slot", row_slot, "int32", B=batch)
         check_range("batch rows B", batch, 1, self.max_batch)
         return int(batch)
 
     def check_rows(self, rows: RowMap) -> int:
-        """Check the arrays of a row map and return the number of batch rows."""
+        """Check types and sizes of a row map's arrays; return the number of batch rows."""
         batch = self.check_slots(rows.slot)
         expect("first", rows.first, "int32", B=batch)
         check_range("rows R", rows.count, batch, batch * (self.draft_length + 1))

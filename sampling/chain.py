@@ -42,8 +42,9 @@ class ChainSampler:
         """
         arrays = self._arrays
         batch = self._check(draft_logits, row_slot, j)
-        # If the grammar tests candidates, the mask row is needed only if it rejected all of them.
-        # This is rare, so the kernel then reads the row from host memory without a copy.
+        # If the grammar tests candidates, the kernel reads a mask row only after the grammar has
+        # rejected all of them. This is rare, so the row is read from host memory instead of being
+        # copied to the device in every replay.
         exchange = arrays.exchange
         masks = exchange.host_masks if arrays.mode.probes else exchange.device_masks
         args = [

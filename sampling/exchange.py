@@ -97,8 +97,8 @@ class Exchange:
     def renew_records(self, slot: int, replay: int) -> None:
         """Empty the records of a slot to which a request is assigned.
 
-        `replay` is the number of the last replay that is launched without the request. Its lower 32
-        bits are stored in the records. Without this, a record that was last written 2**31 replays
+        The lower 32 bits of `replay`, the number of the last replay that is launched without the
+        request, are stored in the records. Otherwise, a record that was last written 2**31 replays
         ago would seem to be later than the current replay. The caller must ensure that no launched
         replay refers to the slot.
         """
@@ -110,8 +110,8 @@ class Exchange:
     def free_rows(self, slot: int, epoch: int) -> None:
         """Mark all mask rows of a slot as allowing every id, for a request without a grammar.
 
-        No launched replay may refer to the slot of the request. `epoch` is the number of the slot
-        assignment.
+        No launched replay may refer to the slot. `epoch` is the number of the assignment of the
+        slot to the request.
         """
         stamps = self.stamps[slot]
         stamps["epoch"] = epoch

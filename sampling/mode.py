@@ -15,7 +15,7 @@ __all__ = ["MASKINGS", "MAX_BRANCH", "MAX_CANDIDATES", "TREE_CANDIDATES", "Draft
 RECORDS_HEADER = INCLUDE_ROOT / "native" / "records" / "exchange.h"
 _NUMBERS = read_numbers(RECORDS_HEADER)
 
-#: Number of candidates per node of a tree that is probed level by level: one per bit of a word.
+#: Number of candidates per node if the grammar tests a tree level by level: one per bit of a word.
 TREE_CANDIDATES = 32
 #: Maximum number of candidates per draft or level.
 MAX_CANDIDATES = 64

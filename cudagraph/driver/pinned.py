@@ -160,7 +160,7 @@ class PinnedSlots:
 
 
 def replay_word(replay: int) -> int:
-    """Return the lower 32 bits of a replay number as a signed integer, as stamps store them."""
+    """Return the lower 32 bits of a replay number as a signed integer, as kernels store it."""
     return (replay + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
@@ -200,7 +200,7 @@ class Ring(PinnedSlots):
 
     @property
     def stamp(self) -> PinnedField:
-        """Stamps, int32 [entries, 1], one per cache line."""
+        """Stamps of the entries, int32 [entries, 1], each on its own cache line."""
         return self._fields[STAMP]
 
     def reserve(self, replay: int) -> int:

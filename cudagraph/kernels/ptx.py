@@ -22,7 +22,7 @@ DEFAULT_ARCHITECTURE = 90
 
 
 def soft_device_runs_ptx() -> bool:
-    """Return whether the soft device runs PTX; raise DeviceError for unknown ``GRAFT_CODE``."""
+    """Return whether ``GRAFT_CODE`` selects PTX; raise DeviceError if its value is unknown."""
     code = os.environ.get("GRAFT_CODE") or "host"
     if code not in CODES:
         raise DeviceError(f"GRAFT_CODE={code!r}: expected one of {CODES}")

@@ -101,7 +101,7 @@ def _always_waits(body: str) -> bool:
 
 
 def _without_blocks(text: str) -> str:
-    """Replace each complete block of `text` with ``;``, or with ``return;`` if it returns.
+    """Replace each complete block of `text` with ``return;`` if it contains a return, else ``;``.
 
     A ``return`` in a lambda does not count, because it does not leave the kernel.
     """

@@ -27,12 +27,12 @@ class TimeLimit:
     Parameters
     ----------
     seconds
-        Limit of the used time. The limit of the elapsed time is the same, but at least 30 s.
+        Limit of `used_s`. The limit of `elapsed_s` is the same, but at least 30 s.
 
     Attributes
     ----------
     used_s
-        Time that the calls have used so far.
+        Time that the calls have used so far, as `ProcessClock.sample` measures it.
     elapsed_s
         Elapsed time of the calls so far, including the time in which their process waited.
     """
@@ -49,7 +49,7 @@ class TimeLimit:
 
     @property
     def is_over(self) -> bool:
-        """Whether the used or the elapsed time has reached its limit."""
+        """Whether `used_s` or `elapsed_s` has reached its limit."""
         return self.remaining_s <= 0 or self.elapsed_s >= max(self.seconds, _MIN_ELAPSED_S)
 
 

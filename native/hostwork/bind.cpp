@@ -28,8 +28,9 @@ namespace {
 using PollClock = std::chrono::steady_clock;
 
 // Polls `done()` until it returns true or `until` has passed; returns whether it became true. The
-// wait began at `begin`. It spins for 20 us, yields until 200 us, and then sleeps for increasing
-// times, to leave the cores to the awaited work. The caller must not hold the GIL.
+// wait as a whole began at `begin`: the function spins until 20 us after `begin`, yields until 200
+// us, and then sleeps for increasing times, to leave the cores to the awaited work. The caller must
+// not hold the GIL.
 template <typename Done>
 bool poll_slice(Done&& done, PollClock::time_point begin, PollClock::time_point until) {
   while (true) {

@@ -83,8 +83,9 @@ inline const Driver& driver() {
   throw std::logic_error("no device is open: call graft.cudagraph.open_device first");
 }
 
-// Sets the primary context: the new context after it was retained again, or null before it is
-// released. No driver resource may exist during the call (live_resources() == 0).
+// Sets the primary context. Called with null before the context is released, and with the new
+// context after the device has retained one again. No driver resource may exist during the call
+// (live_resources() == 0).
 void set_primary_context(Handle context);
 Handle primary_context();
 // Makes the primary context current on the calling thread, unless it is current already. Another

@@ -1,4 +1,4 @@
-// An executable graph: ordered launches, completion queries, and destruction on the reaper thread.
+// An executable graph: launches, completion queries, updates, and destruction on the reaper thread.
 #pragma once
 
 #include <unistd.h>
@@ -37,7 +37,7 @@ class ExecRelease final : public Reapable {
   // Exec sets these members before it retires this object.
   PyObject* owners = nullptr;  // owners of the operands of changed nodes
   // Event that was recorded after the last launch; null if recording failed. Without the event, the
-  // reaper cannot know when the launch ends and never releases the owners.
+  // reaper cannot know when the launch ends, and never releases `owners`.
   std::shared_ptr<Resource> event;
 
  private:
@@ -108,8 +108,8 @@ class Exec {
   }
   // Returns kNotReady and the event recorded after the last launch, even if that launch has ended.
   // Later launches record other events, so a wait for this event does not include them. If there is
-  // no event, returns null and a status: kSuccess if there has been no launch, kClosed if the
-  // executable is closed, or the error of cuEventRecord if the event could not be recorded.
+  // no event, returns null with kSuccess if there has been no launch, with kClosed if the
+  // executable is closed, or with the error of cuEventRecord.
   std::pair<Result, std::shared_ptr<Resource>> last_launch() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (release_ == nullptr || launches_ == 0)

@@ -98,8 +98,8 @@ double Port::shortest_limit_s() const {
 }
 
 // Opens request `seq`, so that a thread can claim it and then answer it. Called by the first thread
-// that sees the request. A new request shows that the device no longer waits for the earlier ones.
-// If the earlier request has no answer yet, it fails and cannot be claimed any more.
+// that sees the request. A new request shows that the device no longer waits for the previous one.
+// If the previous request has no answer yet, it fails and cannot be claimed any more.
 void Port::open_request(std::uint32_t seq) noexcept {
   std::uint64_t claim = claim_.load(std::memory_order_acquire);
   while (newer(seq, seq_of(claim))) {
@@ -165,8 +165,8 @@ void Port::serve(std::uint32_t seq) noexcept {
 }
 
 void Port::launching() noexcept {
-  // If at most one request has no answer, it is the request of this launch, whose replay deadline
-  // starts now.
+  // If all requests of earlier launches are answered, the next request is that of this launch, and
+  // its replay deadline starts now.
   const std::int64_t ahead = requests_after(last_closed(), state_->announced());
   if (ahead == 0 || ahead == 1) due_since_ns_.store(monotonic_ns(), std::memory_order_relaxed);
   worker_->wake();

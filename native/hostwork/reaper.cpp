@@ -54,7 +54,8 @@ class Reaper {
   }
 
   // Releases the resources of all items, then their Python references, and then deletes the items.
-  // The items are deleted last, because a deleted record counts as released.
+  // The items are deleted last, because released_records() counts a record as soon as it is
+  // deleted.
   void free(Reapable* items) {
     std::vector<PyObject*> references;
     for (Reapable* item = items; item != nullptr; item = item->next_) item->reap(references);

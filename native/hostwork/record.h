@@ -78,12 +78,12 @@ class HostRecord : public Record {
 // of the node.
 void run_host_record(void* data);
 
-// Returns the number of the replay that runs on this thread, from 1; 0 in eager work or outside
-// host work. For native work; needs no GIL and allocates nothing.
+// Returns the number of the replay whose host work runs on this thread, from 1; 0 in eager work or
+// outside host work. For native work; needs no GIL and allocates nothing.
 std::int64_t current_replay();
-// Fails the replay that runs on this thread. Its later host steps are skipped, and the next
-// launch(), check() or synchronize() raises the error. For native work; no effect outside host
-// work.
+// Fails the replay whose host work runs on this thread. The replay's later host steps are skipped,
+// and the next launch(), check() or synchronize() raises the error. For native work; no effect
+// outside host work.
 void fail_current(const char* message);
 
 // Result of attach().

@@ -114,8 +114,8 @@ std::int64_t GraphState::announced() const {
   return parent == nullptr ? own : own + parent->announced() - parent_launches_at_join_;
 }
 
-// A child graph uses the replay numbers of its parent. The records of the child had run `launched_`
-// times before the child was moved into the parent; the base subtracts these runs.
+// A child graph uses the replay numbers of its parent. The result is added to a record's run count.
+// It subtracts `launched_`, the runs before the child was moved into the parent.
 std::int64_t GraphState::base() const {
   const GraphState* parent = parent_.load(std::memory_order_acquire);
   if (parent == nullptr) return base_.load(std::memory_order_acquire);

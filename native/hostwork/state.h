@@ -16,7 +16,7 @@
 
 namespace graft::hostwork {
 
-// Values of status word 0; word 1 holds the low 31 bits of the replay that failed first.
+// Values of status word 0; word 1 holds the low 31 bits of the number of the first failed replay.
 enum StatusCode : std::int32_t {
   kStatusOk = 0,
   kStatusPython = 1,    // a Python callable raised an exception

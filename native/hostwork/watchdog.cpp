@@ -30,8 +30,8 @@ struct Watchdog {
 };
 Watchdog& watchdog = *new Watchdog;
 
-// Returns the ports that still exist, and removes destroyed ports from the list. Also stores the
-// current count of wake-ups in `wakeups`.
+// Returns the ports that still exist, and removes destroyed ports from the list. Also stores in
+// `wakeups` how often the watchdog has been woken.
 std::vector<std::shared_ptr<Port>> live_ports(std::uint64_t* wakeups) {
   std::vector<std::shared_ptr<Port>> out;
   const std::lock_guard<std::mutex> lock(watchdog.mutex);

@@ -45,7 +45,7 @@ enum DraftMode {
 };
 
 // Stamp of a mask row: the state of the row, and the request and position for which it was filled.
-// Kernels use a row only if its epoch and position are the slot's.
+// Kernels use a row only if epoch and position equal those of the slot.
 struct RowStamp {
   int state;     // ROW_*
   int epoch;     // number of the slot assignment, which identifies the request

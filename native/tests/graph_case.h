@@ -126,8 +126,9 @@ class GraphCase {
     updated_ = true;
   }
 
-  // Changes a random kernel node of the executable. This is not possible after an update, because
-  // only nodes of the definition that was instantiated identify nodes of the executable.
+  // Changes a random kernel node of the executable. Not possible after an update: the driver
+  // identifies a node of the executable by the node of the definition that was instantiated, which
+  // no longer exists.
   void change_kernel(CUgraphExec exec, const Definition& definition) {
     const size_t i = below(random_, static_cast<unsigned>(spec_.nodes.size()));
     if (updated_ || spec_.nodes[i].kind > Kind::warp) return;

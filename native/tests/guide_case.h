@@ -117,9 +117,9 @@ inline guided::Budget make_budget(int64_t ns) {
   return budget;
 }
 
-// Returns the texts of the tokens. The worker needs them for forced drafts: if the grammar allows
-// only one continuation of the text, the worker drafts it without a model. Every token has a
-// different text, so the continuation is forced exactly where the grammar allows only one token.
+// Returns the texts of the tokens. If the grammar allows only one continuation of the text, the
+// worker drafts this text without a model (a forced draft). Every token has a different text, so a
+// draft is forced exactly where the grammar allows only one token.
 inline std::shared_ptr<const guided::Forced> forced_text() {
   std::string bytes(kVocab, ' ');
   std::iota(bytes.begin(), bytes.end(), ' ');

@@ -49,8 +49,8 @@ __device__ inline void adjust_slice(float* x, const Slice& own, const Columns& c
     const int column = column_of(columns.t2d, columns.size, slot.drafts[t]);
     return column >= own.begin && column < own.end ? column : -1;
   };
-  // Ids of drafts on the path to the node are adjusted separately, because these drafts increase
-  // the token counts.
+  // Compute the logits of the ids of drafts on `path` separately, because these drafts increase the
+  // token counts.
   for (int t = tid; t < MAX_DRAFTS; t += BLOCK) {
     const int column = own_column(t);
     if (column < 0) continue;

@@ -50,9 +50,9 @@ extern "C" __global__ void add_proposed_drafts(int batch, const int* row_slot, c
   __threadfence_system();
 }
 
-// Writes the tokens that the grammar forces as a proposal. Element j - 1 is the forced token of
-// mask row j - 1, or -1 if the grammar forces none. The grammar's commit step of this replay has
-// filled the mask rows.
+// Writes the tokens that the grammar forces to `proposal`, for each batch row. Element j - 1 is the
+// forced token of mask row j - 1, or -1 if the grammar forces none. The mask rows must have been
+// filled by this replay's grammar step for the committed tokens.
 extern "C" __global__ void propose_forced(int batch, const int* row_slot, int max_drafts,
                                           const Slot* slots, const int* exchange,
                                           const ExchangeLayout layout, int* proposal) {

@@ -308,8 +308,9 @@ __device__ __forceinline__ u64 rank_key(float logit, int column) {
   return (static_cast<u64>(key) << 24) | static_cast<u64>(0xffffffu - static_cast<u32>(column));
 }
 
-// Computes the weights of columns and their spans, the bins of the histogram (see SPANS). A column
-// with a higher logit is in the same or an earlier span. Columns of weight 0 are in no span.
+// Computes the weights of columns, and the bin of the histogram to which a column belongs (its
+// span, see SPANS). A column with a higher logit is in the same or an earlier span. Columns of
+// weight 0 are in no span.
 struct Weights {
   const Row& row;
   const Filter& filter;

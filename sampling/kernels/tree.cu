@@ -258,8 +258,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     return;
   }
 
-  // Drafts are in descending order of score, because the next round may have forward rows only for
-  // the first drafts.
+  // Drafts are in descending order of score, because the next round may have too few forward rows
+  // for all of them and then verifies only the first ones.
   int* row_of = chosen + b * tree.children;
   for (int f = tid; f < tree.drafts; f += BLOCK) best[f] = -1;
   block_sync();

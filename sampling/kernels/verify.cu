@@ -231,8 +231,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     const int ok = row_ok[first + j];
     const int token = target_tok[first + j];
     if ((ok != ROW_OK && ok != ROW_RELAXED) || token < 0) {
-      // If this row follows an accepted draft, the round ends without an error, and the next round
-      // starts with this row.
+      // A row without a usable token ends the round. It is an error only in row 0: a later row
+      // follows an accepted draft, and the next round starts with this row.
       if (j == 0 && ok != 0) reason = ok == ROW_NO_TOKEN ? REASON_DEAD_END : REASON_ERROR;
       break;
     }
