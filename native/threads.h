@@ -40,9 +40,9 @@ struct SchedAttributes {
 };
 
 // Requests the shortest time slice for the calling thread; its share of the core is unchanged.
-// Linux 6.12 and later then runs the thread as soon as it wakes up. Otherwise it may wait for the
-// whole slice of a busy thread, about 3 ms. Older kernels ignore the request, and threads with
-// another scheduling policy are not changed.
+// Linux 6.12 and later then runs the thread as soon as it wakes up. Without the request, the thread
+// may wait until the slice of a busy thread ends, about 3 ms. Older kernels ignore the request.
+// Threads with another scheduling policy than the default are not changed.
 inline void ask_for_short_slice() {
   constexpr std::uint64_t kShortestNs = 100000;
   constexpr std::uint32_t kOrdinary = 0;

@@ -69,13 +69,14 @@ class ChainSampler:
         Parameters
         ----------
         draft_logits
-            float32 [B, Vd]. For a lattice probe [levels * B, Vd], ordered by level, with at most as
-            many levels as the draft mode has. Changed in place for requests with logit adjustments,
-            so `draft` must get the same array.
+            float32 [B, Vd]. With masking "lattice-probe" [levels * B, Vd], ordered by level, with
+            at most as many levels as the draft mode has. Changed in place for requests with logit
+            adjustments, so `draft` must get the same array.
         row_slot
             int32 [B], slot of each batch row; -1: padding.
         j
-            Number of the draft, from 1 to K; for a lattice probe, the maximum number of drafts.
+            Number of the draft, from 1 to K; with masking "lattice-probe", the maximum number of
+            drafts.
         """
         arrays = self._arrays
         mode = arrays.mode

@@ -11,7 +11,7 @@ from graft.sampling.checks import check_range
 
 __all__ = ["MASKINGS", "MAX_BRANCH", "MAX_CANDIDATES", "TREE_CANDIDATES", "DraftMode"]
 
-#: Header that declares ``DRAFT_MODE_*`` and the records of kernels, grammar worker and host.
+#: Header of ``DRAFT_MODE_*`` and of the records that kernels, grammar worker and host exchange.
 RECORDS_HEADER = INCLUDE_ROOT / "native" / "records" / "exchange.h"
 _NUMBERS = read_numbers(RECORDS_HEADER)
 
@@ -150,19 +150,19 @@ class DraftMode:
 
     @property
     def fed_nodes(self) -> int:
-        """Number of nodes of a growing tree that are fed to the drafter; 0 for other modes."""
+        """Number of nodes fed to the drafter while a tree grows level by level; else 0."""
         return (self.levels - 1) * self.branch if self.grows_tree else 0
 
     @property
     def recorded_drafts(self) -> int:
-        """Capacity of the ``Drafted`` record: drafts, or nodes fed while a tree grows."""
+        """Capacity of the ``Drafted`` record, which stores drafts or nodes fed to the drafter."""
         return max(self.drafts, self.fed_nodes)
 
     @property
     def candidate_words(self) -> int:
         """Number of 32-bit words that follow a ``Candidates`` record.
 
-        They are the ids of the candidates and, for a lattice probe, their probabilities.
+        They are the ids of the candidates and, with masking "lattice-probe", their probabilities.
         """
         if self.is_lattice:
             return 2 * self.levels * self.candidates
@@ -172,8 +172,8 @@ class DraftMode:
     def answer_words(self) -> int:
         """Number of 32-bit words that follow an ``Answer`` record.
 
-        For a lattice probe, they are the ids and the parents of the drafts. For a growing tree,
-        they are the bits of the legal candidates of each node.
+        With masking "lattice-probe", they are the ids and the parents of the drafts. For a tree
+        that grows level by level, they are the bits of the legal candidates of each node.
         """
         if self.is_lattice:
             return 2 * self.drafts

@@ -38,8 +38,8 @@ class Proposals:
         Parameters
         ----------
         proposal
-            int32 [B, K], target ids; ids outside the vocabulary are skipped. None: the answers of
-            the grammar to a lattice probe.
+            int32 [B, K], target ids; ids outside the vocabulary are skipped. None: the drafts that
+            the grammar has chosen (masking "lattice-probe").
         row_slot
             int32 [B], slot of each batch row; -1: padding.
         parents
@@ -74,7 +74,7 @@ class Proposals:
         lane.kernel(self._add_drafts, -(-batch // _BLOCK), _BLOCK, args, name="proposed drafts")
 
     def forced(self, lane: Lane, row_slot: DeviceArray, proposal: DeviceArray) -> None:
-        """Propose the tokens that the grammar forces, as drafts.
+        """Write the tokens that the grammar forces to `proposal`, an argument of `add_drafts`.
 
         The grammar steps record the forced token of each mask row. `proposal` int32 [B, K] receives
         the tokens that mask rows 0, 1, .. of the slots `row_slot` int32 [B] force; -1 for a row

@@ -41,7 +41,7 @@ class DraftVocab:
     t2d: DeviceArray | None = None  # int32 [V], column of each id, or -1
 
     def check(self, vocab_size: int) -> None:
-        """Check the sizes against the target's vocabulary of `vocab_size` ids."""
+        """Raise an error unless `size`, `d2t` and `t2d` fit a target with `vocab_size` ids."""
         if (self.d2t is None) != (self.t2d is None):
             raise OptionError("d2t and t2d must be given together")
         if self.d2t is not None and self.t2d is not None:

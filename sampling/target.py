@@ -30,8 +30,8 @@ class TargetSampler:
     def sample(self, lane: Lane, logits: DeviceArray, rows: RowMap) -> None:
         """Adjust, mask and filter the target's logits, and sample a token for each row.
 
-        A row gets no token if verification tests its draft by rejection sampling. `logits` float32
-        [R, V] is changed in place for requests with logit adjustments.
+        A row gets no token if verification tests the draft after it by rejection sampling. `logits`
+        float32 [R, V] is changed in place for requests with logit adjustments.
         """
         arrays = self._arrays
         arrays.check_rows(rows)

@@ -139,7 +139,7 @@ class TreeSampler:
     candidate has probability 1. A node without a legal token among its candidates has no
     children, so a request may have fewer than K drafts.
 
-    OptionError is raised if the draft mode is not a growing tree.
+    OptionError is raised if the draft mode has no tree that grows level by level.
     """
 
     def __init__(self, arrays: SamplingArrays) -> None:
@@ -219,7 +219,7 @@ class TreeSampler:
         self._rank(lane, logits, row_slot, level)
 
     def draft(self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, level: int) -> None:
-        """Choose the nodes of a level, or at the last level the drafts.
+        """Choose the nodes of a level that are fed to the drafter; at the last level, the drafts.
 
         The arguments have the same meaning as in `candidates`.
         """

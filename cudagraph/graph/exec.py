@@ -22,8 +22,8 @@ from graft.native import _native
 
 #: Code that methods of the native executable return after it was closed.
 CLOSED = -1
-#: Maximum number of replaced sets of kernel operands that are kept for launches in flight. If there
-#: are more, `update_kernel` waits for these launches.
+#: Maximum number of operand sets of changed kernel nodes that are kept alive because launches in
+#: flight still use them. If there are more, `update_kernel` waits for these launches.
 MAX_REPLACED = 256
 #: Result of cuGraphExecUpdate if it rejects the new graph (CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE).
 UPDATE_FAILURE = 910

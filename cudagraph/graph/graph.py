@@ -53,7 +53,7 @@ _COUNTER_LANE = "completed launches"
 
 
 class Attached(NamedTuple):
-    """Arguments of a `Make` function, in addition to the CUgraph and the dependencies."""
+    """Last argument of a `Make` function: the objects that belong to the new node."""
 
     user_object: int  # CUuserObject that holds the owners of the node's operands
     host_function: int = 0  # function and data of a host node; 0 for other nodes
@@ -301,8 +301,8 @@ class GraphBase(ABC):
         child.wait_for_earlier_launches()
         child.place_launch_counter()
         with child.editing(), self.editing():
-            # The child's kernels keep reading the child's status words. After the move, failures of
-            # the parent are stored in these words as well.
+            # Keep the child's status words alive: the child's kernels still read them, and after
+            # the move, failures of the parent are stored in them as well.
             index = self.add(
                 "child",
                 name,
@@ -516,7 +516,7 @@ class Graph(GraphBase):
             raise OptionError(f"graph {self.name!r} has an open executable; close it first")
 
     def set_executable(self, executable: GraphExec) -> None:
-        """Record that an executable was updated to this definition."""
+        """Make `executable`, which was updated to this definition, its open executable."""
         self._exec = weakref.ref(executable)
 
     @property

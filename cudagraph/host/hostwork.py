@@ -78,7 +78,7 @@ class PythonWork:
 
     @property
     def native(self) -> NativeTuple:
-        """The work as native code receives it."""
+        """The work as a `NativeTuple`."""
         return (self.fn, self.args, 0, 0)
 
 
@@ -134,7 +134,7 @@ class NativeWork:
 
     @property
     def native(self) -> NativeTuple:
-        """The work as native code receives it."""
+        """The work as a `NativeTuple`."""
         return (None, (), self.address, self.data)
 
 

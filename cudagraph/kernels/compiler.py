@@ -203,8 +203,8 @@ def cupy_problem(ordinal: int) -> str:
                 _ = cupy.RawModule(code=TEST_KERNEL, backend="nvrtc").module
             return ""
         except Exception as error:
-            # The type depends on what is missing (NVRTC or headers), and on whether the driver
-            # refuses the machine code.
+            # CuPy raises exceptions of various types: NVRTC or headers may be missing, or the
+            # driver may refuse the machine code.
             problem = f"CuPy cannot compile a kernel ({_summary(error)})"
     warnings.warn(f"{problem}; graft calls NVRTC without CuPy", stacklevel=2)
     return problem

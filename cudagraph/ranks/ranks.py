@@ -217,7 +217,7 @@ class RankGroup:
     def _send_last_heartbeat(self) -> None:
         self._closing.set()
         self._sender.join()
-        # If the thread has left a heartbeat in flight, wait until it is sent.
+        # If the sender thread has left a heartbeat in flight, wait until it is sent.
         self._wait(self._heartbeats, self._heartbeat, self.deadline_s)
         self._heartbeat[0] = _LAST
         self._wait(self._heartbeats, self._heartbeat, self.deadline_s)
@@ -296,9 +296,9 @@ def _native_communicator(mpi: Any, comm: Any) -> Any:
 class AllGather(ABC):
     """Interface of an all-gather with at most `max_elements` float32 elements per rank.
 
-    All ranks of the group take part in every all-gather. `forward_limit_s` is the maximum time of a
-    forward pass that contains the all-gathers. None means that no limit is needed, because each
-    all-gather ends at the deadline of the group.
+    All ranks of the group take part in every all-gather. A caller must wait at most
+    `forward_limit_s` seconds for a forward pass that contains all-gathers. If it is None, no limit
+    is needed, because each all-gather ends at the deadline of the group.
     """
 
     forward_limit_s: float | None = None

@@ -2,9 +2,9 @@
 
 On a busy machine, a process may wait for a processor most of the time. Whether a call exceeds a
 limit of the elapsed time would then depend on the other processes of the machine. The time of a
-call is therefore the time in which its process computes or is blocked, without the time in which
-the process waits for a processor or is stopped by a signal. A separate limit of the elapsed time
-ensures that a caller does not wait much longer than the limit that it has set.
+call therefore includes the time in which its process computes or is blocked, but not the time in
+which the process waits for a processor or is stopped by a signal. A separate limit of the elapsed
+time ensures that a caller does not wait much longer than the limit that it has set.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ using Outcome = std::pair<Result, const char*>;  // result and name of the last 
 constexpr Result kClosed = -1;  // the executable was closed
 
 // Destroys an executable on the reaper thread. The driver frees the executable after its launches
-// in flight have ended, but does not keep the operands of changed nodes alive. The reaper therefore
-// waits for the launches before it releases these operands (INVARIANTS.md A3).
+// in flight have ended, but does not keep the operands alive that set_kernel() has given to nodes.
+// The reaper therefore waits for the launches before it releases these operands (INVARIANTS.md A3).
 class ExecRelease final : public Reapable {
  public:
   explicit ExecRelease(Handle exec) : exec_(exec) {}

@@ -58,7 +58,7 @@ bool gate_open();
 std::int64_t live_thread_states();
 
 // Releases the Python thread state of the calling thread, which creates a new one when it next
-// enters Python. Measurements use it as a host function. It acquires the GIL.
+// enters Python. Benchmarks enqueue this function as a host function. It acquires the GIL.
 void release_thread_state(void*);
 
 // Returns the raised exception with its traceback and clears the error indicator. The caller must

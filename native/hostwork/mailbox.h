@@ -58,8 +58,8 @@ struct MailboxWords {
   // Number of the posted request, which the device stores; 0: none.
   std::uint32_t* request = nullptr;
   // Answer, which the host stores: the number of the request if a spinning kernel waits for it, and
-  // 1 if a batch memory operation waits. Before the first launch, the word contains the number from
-  // which the device counts the requests.
+  // 1 if a batch-memory-operation node waits. Before the first launch, the word contains the number
+  // from which the device counts the requests.
   std::uint32_t* ack = nullptr;
   // Number of the last request whose spinning kernel ended at its own deadline; 0: none. The
   // pointer is null if the mailbox has no spinning kernel.
@@ -146,8 +146,8 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
     const std::int64_t count = first_ + launch - launches_before_;
     return count == 0 ? 0 : static_cast<std::uint32_t>((count - 1) % 0xffffffff + 1);
   }
-  // Returns how many launches up to `launch` have posted or will post a request after request
-  // `seq`; negative if `seq` is the request of a later launch.
+  // Returns the distance from request `seq` to the request of launch `launch`: the number of
+  // requests after `seq` up to this one; negative if `seq` is the request of a later launch.
   std::int64_t requests_after(std::uint32_t seq, std::int64_t launch) const {
     const std::uint32_t latest = number_of(launch);
     const auto difference = static_cast<std::int32_t>(latest - seq);
@@ -171,7 +171,8 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   const std::int64_t launches_before_;    // launches of the definition when this mailbox was added
   const std::uint32_t completed_before_;  // launches that the device had counted at that time
   const std::uint32_t first_;             // number from which the device counts the requests
-  // Initially, the worker has claimed request `first_`, which needs no answer.
+  // The last opened request and its claimant. Initially, the worker has claimed the number
+  // `first_`, which precedes the first request and needs no answer.
   std::atomic<std::uint64_t> claim_{pack(first_, kWorker)};
   std::atomic<bool> serving_{false};           // whether the worker is in serve()
   std::atomic<std::int64_t> due_since_ns_{0};  // start of the replay deadline of the next request

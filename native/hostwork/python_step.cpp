@@ -9,10 +9,10 @@
 namespace graft::hostwork {
 namespace {
 
-// Calls callable(payload, *arguments), or callable(*arguments) if payload is null. The payload
-// still exists, because the caller has held the GIL since pick() returned it. During the call a new
-// reference keeps it alive, because the callable may set another value. Up to kMaxStackArguments
-// arguments are passed without an allocation.
+// Calls callable(payload, *arguments), or callable(*arguments) if payload is null. `payload` is a
+// borrowed reference from PayloadCell::pick(), valid because the caller has held the GIL since
+// then. During the call a new reference keeps the payload alive, because the callable may set
+// another value. Up to kMaxStackArguments arguments are passed without an allocation.
 PyObject* call(PyObject* callable, PyObject* arguments, PyObject* payload) {
   constexpr std::size_t kMaxStackArguments = 14;
   const auto count = static_cast<std::size_t>(PyTuple_GET_SIZE(arguments));

@@ -34,8 +34,8 @@ class Reaper {
     while (true) {
       while (sem_wait(&wake_) != 0) {
       }
-      // Make the context current before each batch, because it may have been released and retained
-      // again. While it is released, no driver resource exists and the batch needs no context.
+      // Make the context current each time, because it may have been released and retained again.
+      // While it is released, no driver resource exists, so drain() needs no context.
       const Handle context = primary_context();
       if (context != nullptr) driver().ctx_set_current(context);
       drain();

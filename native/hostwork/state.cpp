@@ -181,7 +181,7 @@ PyObject* PayloadCell::set(std::int64_t first, PyObject* value, std::uint64_t ad
     entries_.push_back({first, Reference(new ReferenceRelease(value)), address});
     return nullptr;
   }
-  // No replay was launched since the last change, so the previous value was never read.
+  // No replay was launched since the last call, so no replay has received the value set then.
   entries_.back().address = address;
   return std::exchange(entries_.back().value->reference, value);
 }

@@ -114,7 +114,7 @@ struct ExchangeLayout {
   int mode;           // DRAFT_MODE_*
   int candidates;     // ids per draft, node or level that the grammar tests
   int drafts;         // capacity of the Drafted record
-  int branch;         // maximum children per node, and nodes per level of a growing tree
+  int branch;         // maximum children per node, and nodes fed to the drafter per level
   int levels;         // number of draft levels
   int stamps;         // offset of RowStamp[rows]
   int committed;      // offset of Committed

@@ -298,8 +298,9 @@ class GuidedCase {
     return tokens[static_cast<size_t>(random_below(static_cast<int32_t>(tokens.size())))];
   }
 
-  // Verifies the drafts of a slot: accepts some of them and one more token, and publishes these as
-  // committed. Returns whether the request continues and needs further drafts.
+  // Verifies the drafts of a slot: accepts some of them and one more token, and publishes the
+  // accepted tokens in the Committed record. Returns whether the request continues and needs
+  // further drafts.
   bool verify(SlotRequest& request, int s, int32_t replay) {
     std::vector<int32_t> tokens;
     int row = 0;

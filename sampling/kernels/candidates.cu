@@ -7,9 +7,10 @@
 // top-p or min-p remove come last. They are candidates too, because the mask is not known yet and
 // may remove all other columns.
 //
-// A lattice probe has one candidate list per level. Row l * batch + b of `logits` belongs to level
-// l + 1 of batch row b. The probability of each candidate is written too, and j is the maximum
-// number of drafts. If the drafts are a tree, slots without a grammar also get candidates.
+// In a lattice mode, the grammar tests the candidates of all levels in one step. There is one
+// candidate list per level: row l * batch + b of `logits` belongs to level l + 1 of batch row b.
+// The probability of each candidate is written too, and j is the maximum number of drafts. If the
+// drafts are a tree, slots without a grammar also get candidates.
 #include "adjust.cuh"
 #include "best.cuh"
 

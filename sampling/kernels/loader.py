@@ -12,7 +12,7 @@ __all__ = ["KERNELS", "MAX_SELECTED", "load", "row_block", "row_parts"]
 
 KERNELS = Path(__file__).resolve().parent
 
-#: Maximum number of candidates per row of the draft selector (selector.cu).
+#: Maximum number of ids per row of logits that the token selector of DFlash2 scores (selector.cu).
 MAX_SELECTED: int = read_numbers(KERNELS / "selector.cu")["MAX_SELECTED"]
 
 #: Threads per row block, a thread block that processes one row of logits or a part of it. Results

@@ -109,7 +109,7 @@ __device__ __forceinline__ Words4 philox4x32_10(Words4 counter, unsigned int key
   return c;
 }
 
-// Key and counter of a random number, except for the token id.
+// Key of a random number, and its counter without the word for the token id.
 struct Noise {
   unsigned long long seed;
   int position;

@@ -565,9 +565,10 @@ __device__ __forceinline__ u64 draw_packed(const Slice& own, const int* map, con
         words = noise_words(noise, cached);
       }
       const u32 x = word_of(words, id);
-      // The variate E = -log(1 - v) is at least v. A token that would lose even with v in place of
-      // E cannot win, so its logarithm is not computed. The comparison has a margin that is far
-      // greater than the rounding errors, so the winner is never skipped.
+      // The score is w / E. The variate E = -log(1 - v) is at least v, so w / v is an upper bound
+      // of the score. If this bound is below `best`, skip the column without computing the
+      // logarithm. The comparison has a margin far greater than the rounding errors, so the column
+      // with the highest score is never skipped.
       if (w < best * (static_cast<float>(x) * 2.328e-10f)) continue;
       const float score = fdiv(w, exponential(x));
       if (packed != 0 && !(score > best)) continue;

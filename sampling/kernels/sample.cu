@@ -5,10 +5,10 @@
 // Relaxed acceptance, which is not exact: chooses the target token of row j. `token` is the token
 // that the target has sampled. If `token` equals a draft that follows row j (a child of row j in
 // the draft tree), or if the path to row j contains the id `relaxed_until`, `token` is returned.
-// Otherwise, a draft that follows row j is accepted in its place if two conditions hold: it is
-// among the `relaxed_k` most likely tokens, and its probability is at most `relaxed_delta` below
-// the highest probability. The most likely such draft is returned, or `token` if there is none. The
-// probabilities `p` are masked, so a draft that the grammar forbids is never accepted.
+// Otherwise, a draft that follows row j may replace `token` if it is among the `relaxed_k` most
+// likely tokens and its probability is at most `relaxed_delta` below the highest probability. The
+// most likely such draft is returned, or `token` if there is none. The probabilities `p` are
+// masked, so a draft that the grammar forbids is never accepted.
 __device__ inline int relaxed_token(const Slot& slot, int draft_len, int j, const float* p,
                                     int vocab_size, int token, Scratch& scratch) {
   bool strict = child_of(slot, draft_len, j, token) > 0;

@@ -115,9 +115,9 @@ __device__ __forceinline__ const RoundRow* round_row(const RoundRow* rows, int r
   return reinterpret_cast<const RoundRow*>(reinterpret_cast<const int*>(rows) + b * row_words);
 }
 
-// Returns the state of a mask row for the token after `position`. A stamp with another epoch or
-// position belongs to another request or token: the row is not ready. The rows of a request without
-// a grammar are free at every position.
+// Returns the state of a mask row for the token after `position`: ROW_NOT_READY if the stamp
+// belongs to another request (epoch) or position. The state of all rows of a request without a
+// grammar is ROW_FREE at every position.
 __device__ __forceinline__ int stamped_state(const RowStamp* stamp, int epoch, int position) {
   if (stamp->epoch != epoch) return ROW_NOT_READY;
   if (stamp->state == ROW_FREE && stamp->detail != 0) return ROW_FREE;

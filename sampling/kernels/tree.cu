@@ -11,8 +11,8 @@
 #include "adjust.cuh"
 #include "best.cuh"
 
-// Sizes of a tree. The children of all levels are stored in arrays [children] per batch row,
-// ordered by level, by parent within a level, and by probability within a parent.
+// Sizes of a tree. The children of all levels of a batch row are stored in arrays of `children`
+// entries, ordered by level, by parent within a level, and by probability within a parent.
 struct TreeSize {
   int branch;
   int levels;
