@@ -340,8 +340,9 @@ int32_t Builder::pred_src(const Operand& o) {
 int32_t Builder::symbol_constant(const Operand& o, unsigned bytes) {
   Space space = Space::none;
   uint64_t at = symbol_address(o, &space);
-  // The parameters of an inlined function are in local memory. ld.param therefore gets a generic
-  // address, whose window (local or param) distinguishes them from parameters of the kernel.
+  // The parameters of an inlined function are in local memory, those of the kernel in parameter
+  // memory. The symbol's address is therefore generic: ld.param recognizes the memory by the
+  // address window.
   if (space == Space::local && bytes == 8 && instance_->end >= 0 && is_formal(o.name)) {
     at += kLocalWindow;
   }

@@ -76,8 +76,8 @@ class Builder {
   bool constant_value(int32_t o, uint64_t* value) const;
   uint64_t integer(const Operand& o);
   // Returns the base of a memory operand [base + offset], and sets `width` to the base's size in
-  // bytes (4 or 8) and `offset`. If the base is a symbol and `space` is less specific than the
-  // state space of the symbol, sets `space` to that state space.
+  // bytes (4 or 8) and `offset`. If the base is a symbol and `space` does not determine the memory
+  // (a generic address, for example), sets `space` to the state space of the symbol.
   int32_t address(const Operand& o, Space* space, unsigned* width, int64_t* offset);
   // Returns a constant operand with the address that mov stores for a symbol.
   int32_t symbol_constant(const Operand& o, unsigned bytes);

@@ -52,8 +52,9 @@ class LaunchCounts {
     uint64_t stored[64] = {};
   };
 
-  // Loads of host memory on which a warp's next instruction depends. The depth of a value is the
-  // number of loads of host memory on the longest path of dependent instructions to it.
+  // The chain of loads of host memory on which a warp's next instruction depends. The depth of a
+  // value is the length of the longest such chain: the number of loads of host memory each of which
+  // needs the result of the one before it, the value being the result of the last.
   struct Chain {
     std::vector<uint32_t> depth;  // by register: offset / 4
     uint32_t base = 0;            // minimum depth of all later instructions

@@ -42,9 +42,9 @@ void replace(GlobalAccess* access, const GlobalAccess& now) {
   access->strong = access->strong && strong;
 }
 
-// Adds the clocks in words that the warp has read (WarpOrder::read) to the clocks that the warp
-// knows. If `wide` is false, only clocks of the warp's own block are added, because the fence or
-// acquire has scope .cta.
+// Adds the clocks that were published in the words that the warp has read (WarpOrder::read) to the
+// clocks that the warp knows. If `wide` is false, only clocks of the warp's own block are added,
+// because the fence or acquire has scope .cta.
 void learn(Races& races, unsigned warp, bool wide) {
   WarpOrder& order = races.orders[warp];
   for (const auto& item : order.read) {

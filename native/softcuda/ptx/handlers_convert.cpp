@@ -43,7 +43,7 @@ uint32_t encode(double value, const Format& format, Round round, bool saturate) 
   int exponent = wide_exponent - 1023;
   if (wide_exponent != 0) significand |= uint64_t{1} << 52;
   if (wide_exponent == 0) exponent = -1022;
-  // Number of bits below the last mantissa bit of the result.
+  // Number of low bits of `significand` that the mantissa of the result has no room for.
   int drop = 52 - static_cast<int>(format.mantissa_bits);
   if (exponent < 1 - bias) drop += 1 - bias - exponent;
   uint64_t kept = drop < 64 ? significand >> drop : 0;
@@ -469,7 +469,8 @@ Handler to_integer_of(unsigned bytes, bool extends_sign) {
   }
 }
 
-// Returns the fast handler for integers of at least 16 bits in registers of their size.
+// Returns the specialized handler that converts the integer type `from`, in a register of its size,
+// to an integer of `to_bytes` bytes; null if there is none, as for 8-bit types.
 Handler fast_integer(Type from, unsigned to_bytes) {
   switch (from) {
     case Type::u16:

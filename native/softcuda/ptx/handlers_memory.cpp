@@ -279,7 +279,7 @@ Handler find(Space space, Type type, unsigned bytes) {
 }
 
 void take_order(Opcode& op, Instr& in) {
-  // A volatile access has the order and scope of a relaxed access of the system.
+  // A volatile access has the same effect as a relaxed access with scope .sys.
   if (op.take("volatile")) in.aux |= kStrong | kDeviceScope | kSystemScope;
   if (op.take("mmio") || op.take("relaxed")) in.aux |= kStrong;
   if (op.take("acquire")) in.aux |= kStrong | kAcquire;

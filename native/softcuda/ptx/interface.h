@@ -82,8 +82,8 @@ struct softcuda_ptx_work {
 struct softcuda_ptx_log {};
 struct softcuda_ptx_launch {};
 
-// The PTX library, which it exports as `softcuda_ptx_library_v`. Call open() once, before all other
-// functions.
+// The functions of the PTX library. The library exports this structure as `softcuda_ptx_library_v`.
+// open() must be called once, before all other functions.
 struct softcuda_ptx_library {
   unsigned abi;
   void (*open)(const softcuda_ptx_device* device);

@@ -10,7 +10,8 @@ namespace ptx {
 
 namespace {
 
-// Calls visit(page, word in page) for each word of an address range.
+// Calls visit(page, word) for each 4-byte word of an address range. `word` is its index in the
+// page.
 template <class Visit>
 void visit_words(const char* storage, unsigned bytes, const Visit& visit) {
   const auto first = reinterpret_cast<uint64_t>(storage);

@@ -22,8 +22,8 @@ class AccessLog : public softcuda_ptx_log {
  public:
   explicit AccessLog(std::string kernel) : kernel_(std::move(kernel)) {}
   void add(const char* storage, unsigned bytes, bool write);
-  // writes() returns whether the launch has written one of the words, and accesses() whether it has
-  // read or written one. Both are valid only after the launch has completed.
+  // writes() returns whether the launch has written a word of the range, and accesses() whether it
+  // has read or written one. Both are valid only after the launch has completed.
   bool writes(const char* storage, unsigned bytes) const;
   bool accesses(const char* storage, unsigned bytes) const;
   const std::string& kernel() const { return kernel_; }

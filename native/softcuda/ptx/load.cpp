@@ -103,8 +103,8 @@ class Linker {
     }
   }
 
-  // Adds the visible names of all modules to the names of each module. A weak definition that was
-  // replaced is not used any more, not even in its own module.
+  // Adds the visible names of all modules to the names of each module. If a weak definition was
+  // replaced, its own module uses the replacement too.
   void share_names() {
     for (Symbols& own : symbols_) {
       std::set<std::string> internal_names;

@@ -183,8 +183,8 @@ struct Kernel : softcuda_ptx_kernel {
   // If several PTX texts were linked: for each instruction, the number of its text.
   std::vector<uint16_t> texts;
   bool linked = false;  // whether several texts were linked
-  // Names of source files. The key is the number of the PTX text and of the file in its .file
-  // directives.
+  // Names of source files. The key is the number of the PTX text and the number of the file in the
+  // .file directives of this text.
   std::map<std::pair<unsigned, unsigned>, std::string> files;
   std::vector<std::string> text;  // by instruction: opcode, for error messages
   // The constant operands of instructions (kConstant), each with one value per lane.
@@ -335,10 +335,11 @@ char* resolve_global(Warp& w, const Instr* in, unsigned lane, uint64_t address, 
 void bad_window_access(Warp& w, const Instr* in, unsigned lane, const char* space, uint64_t address,
                        unsigned bytes, bool write);
 void misaligned(Warp& w, const Instr* in, unsigned lane, uint64_t address, unsigned bytes);
-// Ends the running group's turn because lanes of a warp-synchronous operation are missing.
+// Stops the running group at a warp-synchronous operation, because lanes of its member mask have
+// not arrived yet.
 const Instr* wait_for_lanes(Warp& w, const Instr* in);
-// Ends the running group's turn after the current instruction, because the program waits in a loop
-// for other warps.
+// Stops the running group after the current instruction, so that other warps run: the program waits
+// for them in a loop.
 inline void yield_turn(Warp& w) {
   w.why = Stop::yielded;
   w.stop = nullptr;

@@ -15,8 +15,7 @@ namespace ptx {
 
 constexpr unsigned kMaxWarps = 32;
 // A vector clock, which describes a point of the execution: for each warp of a block, the clock up
-// to which the warp's accesses are ordered before this point. The clock is 0 if no access of the
-// warp is.
+// to which the warp's accesses are ordered before this point; 0 if none of them is.
 using Clocks = std::array<uint32_t, kMaxWarps>;
 // Clocks of the warps of several blocks, by block number. The bit kOwnBlockOnly marks clocks that
 // only warps of the same block may use, because they were published with scope .cta.

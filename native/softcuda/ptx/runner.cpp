@@ -389,7 +389,8 @@ bool run_warp(Warp& w, uint64_t turn) {
     if (chosen == w.group_count) return ran;
     const Group group = w.groups[chosen];
     w.groups[chosen] = w.groups[--w.group_count];
-    // The group runs until it reaches the next group, with which it merges.
+    // The group runs until it reaches the lowest program counter of the other groups, at which it
+    // merges with that group.
     const Instr* stop = b.kernel->code.data() + b.kernel->code.size();
     if (!highest) {
       for (unsigned i = 0; i < w.group_count; ++i) {

@@ -287,8 +287,8 @@ void order_stores(Warp& w, const Instr* in, char* storage, unsigned bytes, bool 
   if (!write || (in->aux & kStrong) == 0) return;
   const Memory* owner = owner_of(*w.block, storage);
   if (owner == nullptr || !host_can_read(owner) || !host_words_wait(w)) return;
-  // The host may see this store before the earlier ones. age_stores() pauses, so that the host has
-  // time to act on this store.
+  // The host may see this store before the earlier ones. age_stores() pauses, so that a host that
+  // polls this word has time to read memory that the earlier stores have not reached.
   w.block->stores->delay = true;
   yield_turn(w);
 }

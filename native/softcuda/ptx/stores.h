@@ -20,7 +20,7 @@ struct StoredWord {
   const Memory* owner = nullptr;
 };
 
-// Stored words that are not in memory yet, by storage address divided by 8.
+// Stored words that are not in memory yet. The key of a word is its host address divided by 8.
 class StoreBuffer {
  public:
   bool empty() const { return words_.empty(); }
@@ -72,7 +72,8 @@ void end_block_stores(Block& b);
 void end_launch_stores(LaunchState& launch);
 // Called for each access to global memory before it happens.
 void order_stores(Warp& w, const Instr* in, char* storage, unsigned bytes, bool write);
-// Called after each turn of a warp: makes random words visible.
+// Called when a warp has run and the next warp takes its turn. Makes random words of the buffers
+// visible in some of the calls.
 void age_stores(Warp& w);
 
 }  // namespace ptx

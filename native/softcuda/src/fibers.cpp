@@ -22,14 +22,15 @@ constexpr size_t kStack = 512 << 10;
 constexpr size_t kGuard = 64 << 10;
 // Number of stacks that are mapped at once.
 constexpr size_t kSlab = 32;
-// Difference in bytes between the offsets at which successive stacks of a slab begin, see grow().
+// The tops of successive stacks of a slab differ by a multiple of this many bytes, see grow().
 constexpr size_t kStagger = 192;
 }  // namespace
 
 // Initializes a context so that the first switch to it calls `entry`.
 #ifdef SOFTCUDA_OWN_SWITCH
 static void prepare(Context* context, char* stack, size_t size, void (*entry)()) {
-  // The first switch to the fiber jumps to `entry` with the stack alignment of a call.
+  // The first switch to the fiber pops `entry` from the stack and jumps to it. The stack pointer is
+  // then aligned as after a call instruction.
   char* top = stack + size - 16;
   std::memcpy(top, &entry, sizeof entry);
   context->stack_pointer = top;

@@ -68,8 +68,8 @@ void run_memory(const Work& work) {
       if (a->pool) a->pool->shrink(a->size);
     }
   } catch (const Refused&) {
-    // Bytes outside of the memory were overwritten. The function that freed it has recorded this
-    // fault.
+    // The function that freed the memory found that bytes outside of it were overwritten, and has
+    // recorded this fault.
   }
 }
 

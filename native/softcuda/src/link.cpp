@@ -16,7 +16,8 @@ struct LinkState {
   void* handle = nullptr;
   std::vector<std::string> texts;
   std::string image;  // owned by the state, see cuLinkComplete
-  // The options of cuLinkCreate, whose buffers the caller keeps.
+  // The options of cuLinkCreate. The caller must keep the array `values` and the buffers in it
+  // until the state is destroyed.
   std::vector<int> options;
   void** values = nullptr;
   void report(const std::string& text) {

@@ -25,7 +25,7 @@ struct Table {
   CUdeviceptr base = 0;  // start of the reserved alias range
   CUdeviceptr end = 0;
   CUdeviceptr next = 0;  // where the search for a free alias begins
-  // Number of the last allocation. Error texts identify allocations by their numbers.
+  // Number of the newest allocation. Error texts identify allocations by their numbers.
   uint64_t ids = 0;
   // Bytes of device memory that are allocated.
   size_t used = 0;
@@ -74,8 +74,8 @@ std::string address_limit() {
          " bytes (ulimit -v)";
 }
 
-// Returns the size in bytes of the alias range of an allocation of `size` bytes, including the gap
-// after it.
+// Returns the number of device addresses that an allocation of `size` bytes takes up, including the
+// unused gap after it.
 size_t alias_bytes(size_t size) { return round_up(size + kAliasStep, kAliasStep); }
 
 // Returns the start of the next free range of `span` device addresses. The search goes upwards from
@@ -102,7 +102,7 @@ CUdeviceptr next_free(size_t span) {
   }
 }
 
-// Assigns an alias to an allocation and enters the allocation into the tables.
+// Assigns a device address (alias) to an allocation and adds the allocation to g_table.
 void assign_alias(const std::shared_ptr<Allocation>& a) {
   const size_t span = alias_bytes(a->size);
   if (!reserve()) {

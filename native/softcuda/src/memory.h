@@ -113,7 +113,7 @@ std::mutex& virtual_mutex();
 bool find_mapping(const Target& target, size_t bytes, int* flags);
 // Adds `delta` bytes to the amount of used device memory. Refuses the call if fewer bytes are free.
 void reserve_physical(long delta);
-// The mutex of the allocation tables. It guards some members of Allocation.
+// The mutex of the allocation tables. It also guards the members of Allocation that say so.
 std::mutex& memory_mutex();
 // Allocates the memory of a module's variables. It is not counted as memory that the program has
 // allocated.

@@ -33,7 +33,7 @@ struct Function {
   // (INVARIANTS.md S8).
   std::atomic<float> ns_per_thread{0};
   const softcuda_entry& entry() const { return *copies[0]; }
-  // If the function was loaded from PTX: its kernel in the PTX library, which the module owns. Null
+  // If the function was loaded from PTX: the PTX library's kernel, which the module owns. Null
   // otherwise.
   const softcuda_ptx_kernel* ptx = nullptr;
   std::shared_ptr<Module> module;  // keeps the image loaded while a launch or graph refers to it

@@ -187,7 +187,7 @@ void may_wait_for_device(const char* reason);
 // destructors, and the time in which a pending stream wait depends on the thread.
 extern thread_local const char* t_restricted_scope;
 // Runs a host function in a restricted scope. While it runs, softcuda_describe() lists it and, with
-// lock model 1, the context lock is held.
+// SOFTCUDA_LOCK_MODEL=1, the context lock is held.
 void run_host_function(CUhostFn fn, void* data);
 // Appends one line for each running kernel to `out`.
 void describe_workers(std::string* out);

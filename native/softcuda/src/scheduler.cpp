@@ -276,8 +276,9 @@ void finish(Op* op, std::vector<Op*>* ready) {
     }
     count_add(Counter::node);
     Op* launch = program->launch;
-    // The worker that decrements the counter to zero completes the launch. After its own decrement,
-    // any other worker must not access the program, because the program may already be freed.
+    // The worker that decrements the counter to zero completes the launch. A worker whose decrement
+    // leaves another value must not access the program afterwards, because the program may already
+    // be freed.
     if (program->remaining.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
     op = launch;
     if (op->work.kind == WorkKind::conditional && begin_body(op, ready, false)) return;

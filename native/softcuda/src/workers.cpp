@@ -48,7 +48,7 @@ HostQueue& g_hosts = *new HostQueue;
 constexpr double kMinSharedNs = 20000;
 // Target run time of the group of blocks that a worker takes at once.
 constexpr double kChunkNs = 10000;
-// How long an idle worker spins before it sleeps, while other workers are busy.
+// How long an idle worker spins before it sleeps. It spins only while other workers are busy.
 constexpr uint64_t kIdleSpinNs = 100000;
 
 void relax() {
