@@ -168,7 +168,7 @@ def _collect_includes(names: Sequence[str], folders: Sequence[str], found: dict[
 
 
 def included_files(text: str, folders: Sequence[Path]) -> dict[str, str]:
-    """Return the texts of all files in `folders` that `text` includes, directly or not, by path."""
+    """Return the files in `folders` that `text` includes, directly or not: their texts by path."""
     found: dict[str, str] = {}
     _collect_includes(_INCLUDE_LINE.findall(text), [str(folder) for folder in folders], found)
     return found
@@ -266,7 +266,7 @@ def _write_cached(path: Path, image: bytes) -> None:
 def _warn_about_cache(folder: Path, error: OSError) -> None:
     """Warn once per folder that kernels cannot be written to the cache.
 
-    The warning names no source line, because the caller is not its cause.
+    The warning names no source line, because the caller's code is not the cause of the error.
     """
     if folder not in _unusable_caches:
         _unusable_caches.add(folder)

@@ -19,7 +19,8 @@ struct Named {
   const char* base;
   Category category;
 };
-// Opcodes whose class does not depend on their types. All others are arithmetic.
+// Opcodes whose class does not depend on their types. All other instructions are arithmetic: their
+// class is `float` or `integer`, depending on the type.
 constexpr Named kBases[] = {
     {"ex2", Category::special},       {"lg2", Category::special},
     {"sin", Category::special},       {"cos", Category::special},
@@ -107,7 +108,7 @@ const Instr* count_instruction(Warp& w, const Instr* in) {
   LaunchCounts& counts = *w.block->counts;
   const uint64_t host_loads = counts.host_loads();
   const Instr* next = k.counted[static_cast<size_t>(in - k.code.data())].run(w, in);
-  // A warp-synchronous operation that waits for lanes runs again later.
+  // A warp-synchronous operation that has to wait for lanes is counted when it runs again.
   if (w.why != Stop::warp_sync) counts.note_instruction(w, in, host_loads);
   return next;
 }

@@ -15,9 +15,9 @@ namespace ptx {
 // Returns the class of an instruction from its opcode.
 Category category_of(const std::string& opcode);
 
-// Counts of one launch. Its blocks run one after another in the order of their numbers. The counts
-// of a block therefore do not depend on the number of workers, even if the block does more work
-// because it arrives last at a counter.
+// The counts of instructions, memory accesses and blocks of one launch. Its blocks run one after
+// another in the order of their numbers. The counts of a block therefore do not depend on the
+// number of workers, even if the block does more work because it arrives last at a counter.
 class LaunchCounts {
  public:
   explicit LaunchCounts(const Kernel& kernel) : kernel_(kernel) {}
@@ -33,7 +33,8 @@ class LaunchCounts {
   // Counts an access of one lane to global, shared or local memory.
   void note_access(const Instr* in, Space space, bool host, const char* storage, unsigned bytes,
                    bool write);
-  // Records that the warps that wait at a barrier continue.
+  // Called when the warps that wait at a barrier continue: their next instructions depend on what
+  // any of them has stored before the barrier.
   void join_at_barrier(const Block& b, unsigned barrier);
   // Number of accesses so far that have read host memory.
   uint64_t host_loads() const { return host_loads_; }
@@ -45,7 +46,8 @@ class LaunchCounts {
   enum Part : uint8_t { global, host, shared, local, parts };
   using Bytes = std::array<uint64_t, parts>;
 
-  // The bytes of 4 KiB of memory that the launch has loaded and stored.
+  // One bit for each byte of 4 KiB of memory: whether the launch has loaded it, and whether it has
+  // stored it.
   struct Page {
     bool host = false;
     uint64_t loaded[64] = {};
@@ -88,7 +90,8 @@ class LaunchCounts {
   std::vector<Chain> chains_;  // by warp of the running block
 };
 
-// The handler of all instructions if they are counted. It calls the instruction's own handler.
+// The handler of all instructions of a kernel whose instructions are counted. It calls the
+// instruction's own handler.
 HandlerFunction count_instruction;
 // Lets other workers continue after a signal has ended the blocks that the calling thread ran.
 void abandon_counts();

@@ -11,8 +11,8 @@ namespace ptx {
 namespace {
 
 constexpr uint64_t kWordsPerPage = 256;
-// Pages of 1 KiB that a launch may track, for which race detection needs up to 800 MB. Accesses of
-// other pages are not checked.
+// Maximum number of pages of 1 KiB whose accesses are recorded in one launch. The records need up
+// to 800 MB. Accesses of further pages are not checked.
 constexpr size_t kMaxPages = 1 << 16;
 // Maximum numbers of clocks that blocks publish by releases (INVARIANTS.md P12): in one word, and
 // in all words of a launch. All clocks together need at most 12 MB.
@@ -60,8 +60,8 @@ void learn(Races& races, unsigned warp, bool wide) {
   if (wide) order.read.clear();
 }
 
-// Adds the warp's own clock and the clocks that it knows to the clocks that its strong writes
-// publish (WarpOrder::fenced).
+// Called at a fence or release. Adds the clocks that the warp knows (those of its block and, with
+// `wide`, of other blocks) to WarpOrder::fenced, which the warp's later strong writes publish.
 void fence(Races& races, unsigned warp, bool wide) {
   WarpOrder& order = races.orders[warp];
   if (wide) join_clocks(&order.fenced, order.known);

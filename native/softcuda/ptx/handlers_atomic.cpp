@@ -78,8 +78,8 @@ struct Dec {
   }
 };
 
-// Floating-point additions, which read and return bits. Workers flush denormals, and so does
-// atom.add.f32 in global memory.
+// Floating-point additions. Operands and results are the bits of the floats. AddF32 flushes
+// denormals (the mode of the workers), as atom.add.f32 does in global memory.
 struct AddF32 {
   template <class T>
   static inline T apply(T* p, T b, T) {

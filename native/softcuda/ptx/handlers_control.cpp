@@ -10,8 +10,9 @@
 namespace softcuda {
 namespace ptx {
 
-// Splits the running group: `lanes` continue at `to`, the other lanes at `from`. The group with the
-// lower address runs first, so that the two groups merge again later (INVARIANTS.md P8).
+// Splits the running group: `lanes` continue at `to`, the other lanes at `from`. The group at the
+// lower of the two instructions runs first, so that the two groups merge again later (INVARIANTS.md
+// P8).
 static const Instr* split(Warp& w, uint32_t lanes, const Instr* to, const Instr* from) {
   const bool to_first = to < from;
   Group& other = w.groups[w.group_count++];

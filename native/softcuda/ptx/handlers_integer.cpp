@@ -541,8 +541,8 @@ const Instr* add_carry(Warp& w, const Instr* in) {
   if ((in->aux & 2) != 0) set_pred(w, in->op[4], carry);
   return in + 1;
 }
-// mad with carry. `in->kind` is 1 for the high half of the product. The carry flag is that of the
-// addition.
+// mad with carry. `in->kind` is 1 for the high half of the product. The addition sets the carry
+// flag, not the multiplication.
 template <class T>
 const Instr* mad_carry(Warp& w, const Instr* in) {
   const T* a = src_lanes<T>(w, in->op[1]);

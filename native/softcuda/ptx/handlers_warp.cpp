@@ -7,7 +7,8 @@ namespace ptx {
 namespace {
 
 // Calls body(lanes) once for each member mask of the active lanes, with the lanes that have this
-// mask. Returns the next instruction, or the same instruction if lanes of a mask are missing.
+// mask. Returns the next instruction, or the same instruction if lanes of a mask have not arrived
+// yet.
 template <class F>
 inline const Instr* for_members(Warp& w, const Instr* in, int32_t mask_operand, F body) {
   const uint32_t active = active_lanes(w, in);
@@ -183,7 +184,8 @@ const Instr* reduce(Warp& w, const Instr* in) {
     store_lanes<T>(w, in->op[0], [=](unsigned) { return r; });
   });
 }
-// redux.sync of f32. `in->aux` is a sum of 1 (absolute values) and 2 (a NaN operand is returned).
+// redux.sync of f32. `in->aux` is a sum of 1 (absolute values) and 2 (if an operand is NaN, the
+// result is NaN).
 const Instr* reduce_f32(Warp& w, const Instr* in) {
   return for_members(w, in, in->op[2], [&](uint32_t lanes) {
     const FloatMode mode(false);

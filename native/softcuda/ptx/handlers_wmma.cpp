@@ -46,8 +46,8 @@ Place place(unsigned s, unsigned bits) {
 
 // wmma.load and wmma.store. op[0] is the address, op[1] the stride or kNoRegister, `kind` the role
 // of the matrix (A, B or C), and `count` the bytes of an element. The operand pool at `imm` has the
-// index of the shape, the offset of the address, the number of registers, the registers, and a last
-// word that is 1 for a store.
+// index of the shape, the number of bytes to add to the address, the number of registers, the
+// registers, and a last word that is 1 for a store.
 const Instr* matrix_access(Warp& w, const Instr* in) {
   const Instr* next = in;
   if (!all_lanes(w, in, &next)) return next;
@@ -95,7 +95,8 @@ const Instr* matrix_access(Warp& w, const Instr* in) {
   return in + 1;
 }
 
-// Calls visit(i, j, register word, shift) for the elements of a matrix.
+// Calls visit(row, column, word, shift) for each element of a matrix. `word` is the 32-bit register
+// that contains the element, and `shift` the element's first bit in it.
 template <class Visit>
 void visit_elements(const Warp& w, const int32_t* regs, Size size, unsigned bits,
                     const Visit& visit) {

@@ -32,8 +32,9 @@ struct softcuda_ptx_device {
   // Finds the allocation that contains an address range. Returns 0 if device code may not access
   // all of the range. Otherwise, `out` receives a reference.
   int (*find_memory)(unsigned long long address, size_t bytes, softcuda_memory* out);
-  // Explains why find_memory() failed. Writes to `text` the explanation that ends the error text.
-  // `out` receives the address and size of the allocation that was probably meant, or the size 0.
+  // Explains why find_memory() failed. The explanation in `text` is appended to the error text
+  // "illegal read at 0x...". `out` receives the address and size of the allocation that was
+  // probably meant, or the size 0.
   void (*explain)(unsigned long long address, size_t bytes, softcuda_memory* out, char* text,
                   size_t text_size);
   int (*is_live)(const void* reference);  // whether the memory has not been freed
@@ -77,8 +78,9 @@ struct softcuda_ptx_work {
   const char* parameters;  // the caller's parameter bytes
 };
 
-// The library derives structures from these two: the log of the words of global memory that a
-// kernel has read and written, and the state of a launch that the workers running its blocks share.
+// The library derives structures from these two. softcuda_ptx_log: the words of global memory that
+// a kernel has read and written. softcuda_ptx_launch: the state of a launch, which is shared by the
+// workers that run its blocks.
 struct softcuda_ptx_log {};
 struct softcuda_ptx_launch {};
 

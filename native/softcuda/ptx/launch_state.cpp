@@ -1,5 +1,5 @@
-// The state of a launch, with the memory that a kernel reached through a programmatic edge must not
-// access before griddepcontrol.wait.
+// The state of a launch, and the log of the memory that it accesses. If a programmatic edge leads
+// from this launch to a kernel, the kernel must not access this memory before griddepcontrol.wait.
 #include "launch_state.h"
 
 #include "races.h"

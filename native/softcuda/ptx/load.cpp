@@ -51,8 +51,8 @@ class Linker {
   size_t current() const { return current_; }
 
  private:
-  // Whether a definition with linkage `found` replaces an earlier one with linkage `known` as the
-  // definition that all modules see.
+  // All modules see one definition of a name. Returns whether a definition with linkage `found`
+  // replaces one with linkage `known` that was found before.
   static bool replaces(Linkage known, Linkage found) {
     return known == Linkage::weak && found == Linkage::visible;
   }

@@ -221,7 +221,8 @@ struct Group {
 // Why run_warp() stopped executing instructions of a group.
 enum class Stop : uint8_t { none, exited, warp_sync, barrier, yielded, failed };
 
-// State of a warp. `mask` and `regs` are those of the running group.
+// State of a warp. Its lanes form groups; `mask`, `why`, `barrier` and `stop` belong to the group
+// that is running.
 struct Warp {
   char* regs = nullptr;
   const char* constants = nullptr;

@@ -1,6 +1,5 @@
 // Race detection (INVARIANTS.md P12). A warp's clock counts its barriers and releases. An access is
-// ordered after an earlier access of another warp if the warp has synchronized with that warp
-// since.
+// ordered after an earlier access of another warp if the two warps have synchronized in between.
 #pragma once
 
 #include <array>
@@ -48,7 +47,8 @@ struct Races {
   Clocks barriers[16];
   WarpOrder orders[kMaxWarps];
   WarpOrder barrier_orders[16];
-  // For each mbarrier object, by address: the accesses that are ordered before its arrivals.
+  // For each mbarrier object, by address: which accesses of this block (Clocks) and of other blocks
+  // (WarpOrder) are ordered before the arrivals at the object.
   std::unordered_map<const char*, std::pair<Clocks, WarpOrder>> mbarriers;
   uint32_t block = 0;  // number of the block in the grid
   std::vector<RaceWord> words;

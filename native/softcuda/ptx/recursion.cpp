@@ -1,6 +1,6 @@
 // Recursive calls. Functions are inlined, so a recursive call jumps back to the beginning of an
-// inlined copy that contains the call. Before the jump, it saves the registers and parameters that
-// the active copies use, and restores them when the called copy ends.
+// inlined copy that contains the call. Before the jump, the thread's registers and the parameters
+// of the functions that have not returned are saved. They are restored when the called copy ends.
 #include <cstring>
 
 #include "builder.h"

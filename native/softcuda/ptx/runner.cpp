@@ -42,8 +42,8 @@ namespace {
 // Number of instructions that a warp executes before the next warp gets its turn. It is limited
 // because a warp may wait in a loop for another warp.
 constexpr uint64_t kTurn = 20000;
-// Number of instructions that the group with the highest address executes when it runs before the
-// groups with lower addresses.
+// Number of instructions that the group with the highest program counter executes when it runs
+// before the other groups.
 constexpr uint64_t kOutOfTurn = 200;
 
 std::string triple(unsigned x, unsigned y, unsigned z) {
@@ -106,8 +106,9 @@ static bool check_preceding(Warp& w, const Instr* in, unsigned lane, uint64_t ad
   return true;
 }
 
-// Applies the checks of global memory that are optional: races, and accesses of preceding kernels
-// that may still run. Returns false after a fault.
+// Does what settings add to an access to global memory: counts it, orders buffered stores, and
+// checks it for races and against the accesses of preceding kernels that may still run. Returns
+// false after a fault.
 static bool check_access(Warp& w, const Instr* in, unsigned lane, uint64_t address, char* storage,
                          unsigned bytes, bool write) {
   Block& b = *w.block;
@@ -251,7 +252,8 @@ const Instr* arrive_at_barrier(Warp& w, const Instr* in, uint32_t lanes, unsigne
   }
   barrier.used = true;
   barrier.expected = threads;
-  // If the instruction gives a number of threads, an aligned barrier counts all 32 lanes of a warp.
+  // If the instruction gives a number of threads, a warp at an aligned barrier counts as 32
+  // threads, even if some of its lanes have exited or do not exist.
   const bool aligned = (in->count & 2) != 0;
   barrier.arrived +=
       threads != 0 && aligned ? kLanes : static_cast<unsigned>(__builtin_popcount(lanes));
@@ -328,8 +330,8 @@ bool land_copies(Warp& w, const Instr* in, unsigned groups_left) {
   const unsigned commits = b.commits[w.index];
   size_t kept = 0;
   for (AsyncCopy& copy : queue) {
-    // cp.async.wait_all (aux != 0) also waits for copies that are not committed. A lane waits only
-    // for its own copies.
+    // cp.async.wait_all (aux != 0) also completes copies that are not committed. Only the copies of
+    // the lanes that execute the instruction are completed.
     const bool done = in->aux != 0 || copy.group + groups_left < commits;
     if (done && (copy.mask & w.mask) != 0) {
       AsyncCopy part = copy;
@@ -365,7 +367,8 @@ void merge_groups(Warp& w) {
   }
 }
 
-// Index of the ready group with the lowest or the highest address; group_count if none is ready.
+// Index of the ready group with the lowest or, with `highest`, the highest program counter;
+// group_count if none is ready.
 unsigned choose_group(const Warp& w, bool highest) {
   unsigned best = w.group_count;
   for (unsigned i = 0; i < w.group_count; ++i) {
@@ -582,7 +585,7 @@ char* aligned(std::vector<char>* memory, size_t bytes) {
   return memory->data() + ((64 - raw % 64) % 64);
 }
 
-// Prepares the worker's Block object for the blocks of a launch that the worker runs.
+// Sets those members of the worker's Block object that are the same for all blocks of a launch.
 void prepare_launch(Block& b, const softcuda_ptx_work& work, unsigned worker) {
   const Kernel& k = static_cast<const Kernel&>(*work.kernel);
   b.kernel = &k;

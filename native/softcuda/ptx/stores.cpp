@@ -64,7 +64,7 @@ void write_part(char* to, const StoredWord& w, unsigned offset) {
   __atomic_store_n(reinterpret_cast<T*>(to + offset), value, __ATOMIC_RELAXED);
 }
 
-// Writes the bytes of a word to memory, in parts as large as possible.
+// Writes the stored bytes of a word to memory, with as few aligned atomic stores as possible.
 void write_word(uint64_t word, const StoredWord& w) {
   if (!w.owner->live()) return;
   char* to = reinterpret_cast<char*>(word * 8);
@@ -301,7 +301,7 @@ void age_stores(Warp& w) {
     stores.delay = false;
     if (random % 2 == 0) usleep(50 + random / 2 % 500);
   }
-  // In 1 of 1,024 turns, random words become visible, so that every store does after some time.
+  // In 1 of 1,024 turns, random words become visible, so that no store stays in a buffer forever.
   if ((random >> 8 & 1023) != 0) return;
   uint64_t word = 0;
   if (stores.warps[w.index].random_word(random >> 20, &word)) flush_word(w, word);

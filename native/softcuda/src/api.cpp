@@ -1,7 +1,7 @@
 // The code that runs before and after the body of every entry point. It checks the entry point's
-// preconditions, takes the context lock that SOFTCUDA_LOCK_MODEL=1 simulates, and records the call
-// in progress and whether its thread holds the GIL (INVARIANTS.md A1 to A4). This file also
-// contains the resource counters and cuGetProcAddress.
+// preconditions, takes the simulated context lock (SOFTCUDA_LOCK_MODEL), and records the call in
+// progress and whether its thread holds the GIL (INVARIANTS.md A1 to A4). This file also contains
+// the resource counters and cuGetProcAddress.
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -68,8 +68,8 @@ struct RecordOwner {
   ThreadRecord& record = *acquire_record();
 };
 
-// The simulated lock of the CUDA context. With lock model 1 (SOFTCUDA_LOCK_MODEL), it is held while
-// a host function runs; with lock model 8, while a call that frees memory waits for the device.
+// The simulated lock of the CUDA context. With SOFTCUDA_LOCK_MODEL=1, it is held while a host
+// function runs; with SOFTCUDA_LOCK_MODEL=8, while a call that frees memory waits for the device.
 std::mutex& g_context_lock = *new std::mutex;
 
 // Returns the index of a name, or -1.

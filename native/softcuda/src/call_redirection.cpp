@@ -74,8 +74,8 @@ int patch_object(dl_phdr_info* object, size_t, void* data) {
     if (dynamic->d_tag == DT_SYMTAB) symbols = value;
     if (dynamic->d_tag == DT_STRTAB) names = value;
   }
-  // The vDSO of the Linux kernel contains offsets in place of these addresses. It is skipped,
-  // because it imports no functions.
+  // The dynamic section of the Linux kernel's vDSO contains offsets in place of the addresses
+  // `symbols` and `names`. The vDSO is skipped, because it imports no functions.
   if (symbols < object->dlpi_addr || names == 0) return 0;
   const auto* table = reinterpret_cast<const ElfW(Sym)*>(symbols);
   const auto* text = reinterpret_cast<const char*>(names);

@@ -169,8 +169,8 @@ void begin(CUstream handle, int mode, const std::shared_ptr<Graph>& graph = null
   update_member_count();
 }
 
-// Whether the next captured node of the origin stream depends, directly or not, on all captured
-// work of the other streams. If `only` is set, only the work of this stream is checked.
+// Whether a node that is captured on the origin stream now would depend, directly or not, on all
+// captured work of the other streams. If `only` is set, only the work of this stream is checked.
 bool joined(const std::shared_ptr<Capture>& capture, CUstream only = nullptr) {
   std::lock_guard<std::mutex> lock(graph_mutex);
   std::set<const void*> seen;

@@ -41,7 +41,8 @@ std::vector<const Node*> sorted_nodes(const Graph& graph) {
 }
 
 // Returns the dependencies of the empty node that follows the nodes of a child graph: `entry`, the
-// empty node before them, and the last list index of each node (`tail`, see append_flat).
+// empty node before them, and for each node the list index on which its successors depend (`tail`,
+// see append_flat).
 std::vector<unsigned> joined(unsigned entry, const std::map<const Node*, unsigned>& tail) {
   std::vector<unsigned> dependencies{entry};
   for (auto& item : tail) dependencies.push_back(item.second);

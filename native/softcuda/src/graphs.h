@@ -171,8 +171,8 @@ std::shared_ptr<Graph> remove_graph(CUgraph handle);
 // unchanged.
 void add_node(CUgraphNode* out, CUgraph handle, const CUgraphNode* dependencies, size_t n,
               std::shared_ptr<Node> node);
-// Creates the program of an executable graph or, if `top` is set, the program of a conditional body
-// inside `top`.
+// Creates the program of the nodes `flat`: that of an executable graph or, if `top` is set, that of
+// a conditional body of the executable graph with the program `top`.
 std::shared_ptr<Program> make_program(const std::vector<FlatNode>& flat,
                                       const std::shared_ptr<References>& references,
                                       Program* top = nullptr);

@@ -47,8 +47,8 @@ struct GroupParams {
 static_assert(sizeof(GroupParams) == 64, "driver ABI");
 
 enum : unsigned { kBackfill = 1 };
-// Multiprocessors in the smallest partition and in a cluster. Sizes of partitions are multiples of
-// it.
+// Number of multiprocessors in the smallest partition, and in a cluster. The sizes of all
+// partitions are multiples of this number.
 constexpr unsigned kAlignment = 2;
 
 using Resources = std::vector<CUdevResource>;

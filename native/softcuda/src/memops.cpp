@@ -71,8 +71,8 @@ bool satisfied(const Memop& op) {
   }
 }
 
-// If the word of an operation is in a reserved range, locks the mappings in `lock`, so that the
-// memory stays mapped during the access. If the memory was unmapped after the operation was
+// If the word of an operation is in a reserved range, acquires `lock` on virtual_mutex(), so that
+// the memory stays mapped during the access. If the memory was unmapped after the operation was
 // created, or if the device may not access it, records a fault and returns false.
 bool lock_mapping(const Memop& op, std::unique_lock<std::mutex>* lock) {
   if (op.word.owner == nullptr || op.word.owner->kind != MemoryKind::reserved) return true;

@@ -14,7 +14,7 @@
 namespace softcuda {
 namespace {
 
-// Minimum gap between the alias ranges of two allocations, so that overruns are detected.
+// Minimum gap between the device addresses of two allocations, so that overruns are detected.
 constexpr size_t kAliasStep = 1 << 16;
 constexpr size_t kHugePage = 2 << 20;
 // Alignment in bytes of the end of an allocation's storage, where the guard page begins.
@@ -172,8 +172,8 @@ bool map_storage(Allocation* a) {
   const size_t bytes = body + unit + page;
   void* range = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (range == MAP_FAILED) return false;
-  // The memory between the guard pages starts at a multiple of `unit`. munmap() returns those parts
-  // of `range` that precede the lower guard page or follow the upper one.
+  // The memory between the guard pages starts at a multiple of `unit`. The parts of `range` before
+  // the lower guard page and after the upper one are unmapped.
   const size_t from = reinterpret_cast<size_t>(range);
   const size_t at = round_up(from + page, unit);
   char* const start = static_cast<char*>(range) + (at - from);
@@ -406,7 +406,8 @@ void close_range(const std::shared_ptr<Allocation>& a) {
 }
 
 void release_range(const std::shared_ptr<Allocation>& a) {
-  // close_range() has counted the memory as freed, and so will retire()
+  // close_range() has already subtracted the memory from its resource counter, and retire() does so
+  // again.
   live_add(resource_of(*a), 1);
   retire(a);
 }

@@ -1,5 +1,5 @@
-// PTX modules: recognition of PTX texts, loading of the PTX library, and the two sides of its
-// interface.
+// PTX modules: recognition of PTX texts, loading of the PTX library, the functions that the library
+// calls, and calls of the library.
 #include "ptx_library.h"
 
 #include <dlfcn.h>

@@ -25,7 +25,8 @@ uint64_t g_last_number = 0;
 Stream& g_legacy = *new Stream;
 std::shared_ptr<Stream>& g_legacy_ref = *new std::shared_ptr<Stream>(&g_legacy, [](Stream*) {});
 
-// The last operations of destroyed streams. Their work still runs, so wait_idle() must wait for it.
+// The last operations of destroyed streams. The work that was queued on these streams still runs,
+// so wait_idle() must wait for it.
 std::vector<OpRef>& g_detached_tails = *new std::vector<OpRef>;
 
 void unref(Op* op) {
@@ -97,7 +98,7 @@ std::shared_ptr<Stream> find_stream(CUstream handle) {
 // or the kernel whose programmatic event the stream waits for. `between` is the number of the last
 // operation of another stream for which `op` waits because of the legacy stream (INVARIANTS.md S4).
 // If that operation was enqueued after `tail`, no log is added: the operation waits for `tail`, so
-// `tail` is complete before `op` starts. The caller holds the mutex.
+// `tail` is complete before `op` starts. The caller holds the scheduler's mutex.
 static void note_programmatic_order(Op* op, const OpRef& tail, const OpRef& after,
                                     uint64_t between) {
   if (after) op->event_log = after.get()->log;

@@ -159,9 +159,9 @@ struct Op {
   std::vector<const Op*> primaries;
   bool precedes_programmatically = false;  // a programmatic edge leads from this node
   // Used by stream operations only, for the checks of programmatic edges. `log` contains the
-  // accesses of this kernel, `event_log` those of the kernel whose programmatic event this
-  // operation waits for, and `unordered` those of each kernel that may still run until this kernel
-  // executes griddepcontrol.wait.
+  // accesses of this kernel. `event_log` contains those of another kernel: this operation waits for
+  // its programmatic event. `unordered` has one log for each kernel that may still run until this
+  // kernel executes griddepcontrol.wait.
   std::shared_ptr<ptx::AccessLog> log, event_log;
   std::vector<std::shared_ptr<const ptx::AccessLog>> unordered;
 };
@@ -201,8 +201,8 @@ struct Stream {
   std::map<int, AttributeValue> attributes;
   // The scheduler's mutex guards these fields.
   OpRef tail;  // the operation that was enqueued last
-  // The last enqueued operation that runs a host function. With lock model 2, cuLaunchHostFunc
-  // waits for it.
+  // The last enqueued operation that runs a host function. With SOFTCUDA_LOCK_MODEL=2,
+  // cuLaunchHostFunc waits for it.
   OpRef host;
 };
 
@@ -285,9 +285,10 @@ std::shared_ptr<const LaunchEvents> launch_events(const Program& program);
 CUresult wait_op(const OpRef& op, const char* description);
 CUresult wait_idle(const char* description);
 // Called by every call that frees memory or unloads a module, before it does so: waits like
-// wait_idle(), unless SOFTCUDA_FREE=immediate. With lock model 8, holds the context lock meanwhile.
+// wait_idle(), unless SOFTCUDA_FREE=immediate. With SOFTCUDA_LOCK_MODEL=8, holds the context lock
+// meanwhile.
 void wait_to_free(const char* description);
-// Called by every call that allocates memory: with lock model 16, waits like wait_idle().
+// Called by every call that allocates memory: with SOFTCUDA_LOCK_MODEL=16, waits like wait_idle().
 void wait_to_allocate();
 // Ends the call that has enqueued the launch `op`: with SOFTCUDA_LAUNCH_BLOCKING=1, waits until the
 // launch is complete and refuses the call if a fault has occurred.

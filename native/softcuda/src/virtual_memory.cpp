@@ -79,7 +79,8 @@ char* storage_of(const Reservation& r, CUdeviceptr p) {
   return r.range->storage + (p - r.range->alias);
 }
 
-// Calls visit(address, mapping) for the mappings of a range, which must cover it exactly.
+// Calls visit() for each mapping in a range. Refuses the call if the range does not consist of
+// whole mappings.
 template <class Visit>
 void for_mappings(Reservation& r, CUdeviceptr p, size_t size, const Visit& visit) {
   CUdeviceptr at = p;
