@@ -111,11 +111,11 @@ class SlotState:
         self._leave = kernels["slot_leave"]
 
     def to_host(self) -> NDArray:
-        """Synchronize and return a host copy, SLOT [S]."""
+        """Wait until the device is idle, then return a host copy of all slots, SLOT [S]."""
         return self.array.to_host().view(SLOT)[:, 0]
 
     def copy_from(self, slots: NDArray) -> None:
-        """Overwrite all slots from a host array, SLOT [S], and synchronize."""
+        """Wait until the device is idle, then overwrite all slots from a host array, SLOT [S]."""
         self.array.copy_from(np.ascontiguousarray(slots)[:, None].view(np.uint8))
 
     def join(self, lane: Lane, slot: int, request: SlotRequest) -> None:

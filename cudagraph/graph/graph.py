@@ -53,7 +53,7 @@ _COUNTER_LANE = "completed launches"
 
 
 class Attached(NamedTuple):
-    """Last argument of a `Make` function: the objects that belong to the new node."""
+    """Last argument of a `Make` function: the node's user object, host function and edge type."""
 
     user_object: int  # CUuserObject that holds the owners of the node's operands
     host_function: int = 0  # function and data of a host node; 0 for other nodes
@@ -416,7 +416,7 @@ class Graph(GraphBase):
         """Accept nodes of every kind."""
 
     def _check_nodes_exist(self) -> None:
-        # After a graph was moved into a parent, its nodes still exist as nodes of the parent.
+        # The nodes of a graph that was moved into a parent still exist, as nodes of the parent.
         if self._parent_name is None:
             self.check_open()
 

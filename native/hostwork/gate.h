@@ -34,9 +34,9 @@ class PythonEntry {
 // Such an exit must not unwind through scope guards or into the driver.
 [[noreturn]] void park_forever();
 
-// Releases the GIL for its scope, like nanobind's guard. If a thread, such as a daemon thread that
-// launches a graph, reacquires the GIL while the interpreter exits, CPython makes the thread exit.
-// The destructor parks the thread instead (INVARIANTS.md P5).
+// Releases the GIL for its scope, like nanobind's guard. The destructor reacquires the GIL. If the
+// interpreter is exiting, CPython then makes the thread exit, for example a daemon thread that
+// launches a graph. The destructor catches this exit and parks the thread (INVARIANTS.md P5).
 class GilRelease {
  public:
   GilRelease() : state_(PyEval_SaveThread()) {}

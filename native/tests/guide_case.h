@@ -1,5 +1,5 @@
 // Stress test of the guide worker (guide/worker.h), which fills the token bitmasks of structured
-// output. It exercises the worker's threads, time budgets and draft probes.
+// output. It exercises the worker's threads, its time budgets and its tests of draft candidates.
 //
 // One thread plays the host and publishes requests. Another thread plays the device: in each replay
 // it accepts random tokens, drafts random tokens and offers random candidates to the worker. A
@@ -507,7 +507,7 @@ class GuidedCase {
 };
 
 // Runs the test with `cases` random settings and 40 requests each, and prints how often the worker
-// was late, probed candidates and forced tokens.
+// was late, tested candidates and forced tokens.
 inline int guide(unsigned seed, int cases) {
   std::minstd_rand random(seed);
   long late = 0, probes = 0, forced = 0;

@@ -42,7 +42,8 @@ static_assert(BLOCK == 1 || BLOCK % 32 == 0, "SAMPLE_BLOCK is 1 or a multiple of
 #define SPANS 1024
 #define COUNTS 3072
 
-// Global-memory scratch that the blocks of a row share; all zero between rounds.
+// Global memory that the blocks of a row share while they process it. The kernels expect zeros, and
+// reset it to zeros.
 struct CrossBlockScratch {
   unsigned long long best;  // packed, see row_best
   unsigned long long sum;

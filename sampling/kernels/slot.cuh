@@ -174,9 +174,8 @@ __device__ __forceinline__ bool is_testing(const Slot& slot, int count) {
   return chain && has_dense;
 }
 
-// Returns whether draft j (from 1) is to be generated. The result must depend only on the tokens
-// before the draft, never on the token that would be sampled, because otherwise verification would
-// not be exact.
+// Returns whether draft j (from 1) is to be generated. The condition uses only tokens before draft
+// j. If it depended on the token that would be sampled as draft j, verification would not be exact.
 __device__ __forceinline__ bool is_drafting(const Slot& slot, const RoundRow& row, int j) {
   return row.count > 0 && slot.active && slot.draft_len == j - 1 && slot.n + j < slot.limit &&
          !(j > 1 && is_stop(slot, slot.drafts[j - 2]));
