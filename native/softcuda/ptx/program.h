@@ -50,8 +50,8 @@ struct Instr {
   // The handler of the instruction itself. If the instruction has a guard predicate, `run` is
   // run_guarded(), which calls `guarded` for the lanes whose predicate is true.
   Handler guarded = nullptr;
-  // Operands: byte offsets in the warp's buffer of registers and constants. Bit 0 (kConstant) is
-  // set if the operand is a constant, bit 1 (kNegated) if it is a negated predicate.
+  // Operands: byte offsets in Warp::regs or, if bit 0 (kConstant) is set, in Warp::constants. Bit 1
+  // (kNegated) is set for a negated predicate.
   int32_t op[6] = {};
   int64_t imm = 0;     // offset of a memory operand, target of a branch, ...
   int32_t guard = -1;  // register of the guard predicate; -1: none
@@ -311,7 +311,7 @@ struct Block {
   LaunchState* launch = nullptr;
   uint64_t random = 0;
   unsigned worker = 0;
-  // Race detection, see races.cpp.
+  // State of race detection, see races.cpp. Null if it is off.
   Races* races = nullptr;
   // Stores that are not visible everywhere, see stores.cpp. Null without SOFTCUDA_PTX_SEED.
   BlockStores* stores = nullptr;
@@ -368,8 +368,9 @@ void publish_stores(Warp& w, uint32_t scope);
 void forward_stores(Warp& w, char** at, unsigned bytes);
 void begin_stores(Warp& w, char** at);
 void end_stores(Warp& w, unsigned bytes);
-// Recursive calls (recursion.cpp). push_frame returns false after a fault; pop_frame returns the
-// instruction after the call, or null if the function instance was not called recursively.
+// Recursive calls (recursion.cpp). push_frame returns false after a fault. pop_frame is called at
+// the end of the inlined copy number `instance`. It returns the instruction after the call, or null
+// if the thread did not enter this copy by a recursive call.
 bool push_frame(Warp& w, const Instr* in, unsigned lane);
 const Instr* pop_frame(Warp& w, unsigned lane, int32_t instance);
 // Race detection (races.cpp, global_races.cpp). These functions are called only if it is on.

@@ -1,5 +1,6 @@
-// Race detection (INVARIANTS.md P12). A warp's clock counts its barriers and releases. An access is
-// ordered after an earlier access of another warp if the two warps have synchronized in between.
+// Race detection (INVARIANTS.md P12). A warp's clock counts its barriers, fences and releases. An
+// access is ordered after an earlier access of another warp if the two warps have synchronized in
+// between.
 #pragma once
 
 #include <array>
@@ -23,9 +24,9 @@ constexpr uint32_t kOwnBlockOnly = 0x80000000u;
 
 // What one warp knows about the accesses of other blocks.
 struct WarpOrder {
-  BlockClocks known;   // accesses that are ordered before the warp's next access
-  BlockClocks read;    // clocks of words that it has read; its next fence adds them to `known`
-  BlockClocks fenced;  // accesses ordered before its last fence; its strong writes publish them
+  BlockClocks known;  // accesses that are ordered before the warp's next access
+  BlockClocks read;   // clocks in words that the warp has read; its next fence adds them to `known`
+  BlockClocks fenced;  // clocks at the warp's last fence, which its strong writes publish
   bool empty() const { return known.empty() && read.empty() && fenced.empty(); }
   void join(const WarpOrder& other);
 };

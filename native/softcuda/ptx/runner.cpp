@@ -436,7 +436,7 @@ bool run_warp(Warp& w, uint64_t turn) {
       continue;
     }
     // A group that has executed `budget` instructions may be waiting in a loop for the group with
-    // the highest address. The latter group therefore runs next.
+    // the highest program counter, which therefore runs next.
     highest = steps == 0 && !alone && !highest;
     if (b.adversarial && w.group_count > 1) highest = (b.next_random() & 3) == 0;
   }

@@ -21,9 +21,10 @@ constexpr size_t kWarpWords = 64;
 constexpr size_t kBlockWords = 1024;
 constexpr size_t kPendingWords = 1 << 16;
 
-// The mutexes of buffers that the thread's WriteLock objects hold: at most that of a launch and
-// that of the device. If memory is freed while buffered words are written to it, the fault leaves
-// the kernel by a jump that runs no destructors. unlock_stores() then releases these mutexes.
+// The mutexes of buffers that the thread's WriteLock objects hold: at most two, that of a launch's
+// buffer and that of the device's buffer. If memory is freed while buffered words are written to
+// it, the fault leaves the kernel by a jump that runs no destructors. unlock_stores() then releases
+// these mutexes.
 thread_local std::mutex* t_locked[2] = {};
 
 class WriteLock {

@@ -111,7 +111,8 @@ void unreserve_range(const std::shared_ptr<Allocation>& range);
 // rights of the device. The caller of find_mapping() holds virtual_mutex().
 std::mutex& virtual_mutex();
 bool find_mapping(const Target& target, size_t bytes, int* flags);
-// Adds `delta` bytes to the amount of used device memory. Refuses the call if fewer bytes are free.
+// Adds `delta` bytes, a negative number for released memory, to the amount of used device memory.
+// Refuses the call if fewer bytes are free.
 void reserve_physical(long delta);
 // The mutex of the allocation tables. It also guards the members of Allocation that say so.
 std::mutex& memory_mutex();
