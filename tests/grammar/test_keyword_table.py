@@ -271,8 +271,8 @@ keywords are enforced. Call `graft.grammar.check_output(schema, text)` to check 
 against the whole schema. `graft generate --json` writes the result of this check to the field
 `valid`.
 
-The last two columns show how XGrammar and LLGuidance treat the keyword without graft's router. They
-describe the keyword as a whole, so they are the same in all rows of a keyword:
+The last two columns show how XGrammar and LLGuidance treat the keyword in a schema that graft has
+not rewritten. They describe the keyword as a whole, so they are the same in all rows of a keyword:
 
 * *exact*: The keyword is enforced.
 * *loose*: Outputs may violate the keyword, without an error.
