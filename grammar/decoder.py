@@ -144,11 +144,11 @@ class GuidedDecoder:
         end. Otherwise, the tokens do not depend on the budget. ``native/guide/matcher.h`` describes
         the cost of a budget.
 
-        A request fails if its matcher is much too slow or too large. A step of the request is slow
-        if it takes more than 20 times the budget (at least 100 ms). The matcher is much too slow if
-        the request's slow steps take more than 400 times the budget (at least 2 s) of processor
-        time in total. The matcher is too large if the process grows by more than 256 MiB during
-        late steps of the request.
+        A request fails in two cases. Its matcher is too slow: a step of the request is slow if it
+        takes more than 20 times the budget (at least 100 ms) of processor time, and the request
+        fails when its slow steps have taken more than 400 times the budget (at least 2 s) in total.
+        Or its matcher is too large: the process has grown by more than 256 MiB during late steps of
+        the request.
     """
 
     def __init__(
@@ -188,7 +188,8 @@ class GuidedDecoder:
         self._owners: dict[int, GuidedRequest] = {}  # latest request of each slot
         self._closed = False
         self._deadline_s = deadline_s
-        # One thread serves the mailboxes of all steps, because the steps run one after another.
+        # One thread runs all steps that `add` appends as mailboxes or spin kernels, because the
+        # steps run one after another.
         self._mailbox_worker: MailboxWorker | None = None
         self._worker = _native.guide.Worker(
             exchange.host_ptr,

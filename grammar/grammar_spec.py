@@ -1,8 +1,8 @@
 """Constructors of grammar specifications.
 
 The constructors only parse their arguments and check the arguments' types. They start no process
-and take at most a few milliseconds. Parsing a pattern and routing a schema can take unbounded time.
-This work therefore runs in child processes, either when an engine compiles the grammar of a
+and take at most a few milliseconds. Parsing a pattern and rewriting a schema can take unbounded
+time. This work therefore runs in child processes, either when an engine compiles the grammar of a
 submitted request or when `GrammarSpec.check` is called.
 """
 

@@ -190,8 +190,9 @@ def _resolve_schema(
 ) -> _ResolvedSchema:
     """Convert a parsed JSON schema to the form that the backend `name` compiles.
 
-    `raw` says that outputs have a style that writes the object's strings as plain text; see
-    `unsafe_strings`. Raise `GrammarError` if the backend cannot enforce the schema.
+    `raw` is True if the schema has a ``style`` (of a structural format) in which the strings of the
+    outermost object are written as plain text, not as JSON; see `unsafe_strings`. Raise
+    `GrammarError` if the backend cannot enforce the schema.
     """
     try:
         require_usable(name)

@@ -29,8 +29,8 @@ __all__ = [
     "parse_json",
 ]
 
-#: White-space characters that may precede the opening of a marker or follow the marker, and the
-#: maximum number of such characters in one place.
+#: White-space characters that may precede `Marker.opening` or, with `Marker.skips_space`, follow
+#: the marker, and the maximum number of these characters in each of the two places.
 WHITE_SPACE = " \t\r\n"
 MAX_SPACE = 16
 
@@ -94,18 +94,21 @@ class Marker:
         return self._checked_ids(ids, self.text, vocabulary)
 
     def opening_ids(self, vocabulary: Vocabulary) -> tuple[int, ...]:
-        """Return the id of the added token whose text is the opening; empty if there is none.
+        """Return the id of the added token whose text is `opening`; empty if there is none.
 
         Raises
         ------
         GrammarError
-            An id is a stop id.
+            The id is a stop id.
         """
         return self._checked_ids([], self.opening, vocabulary)
 
     @staticmethod
     def _checked_ids(ids: list[int], text: str, vocabulary: Vocabulary) -> tuple[int, ...]:
-        """Return `ids` and the id of the added token whose text is `text`, if there is one."""
+        """Return `ids`, plus the id of the added token whose text is `text`, if there is one.
+
+        Raise `GrammarError` if one of the ids is a stop id or is outside the vocabulary.
+        """
         if text and text in vocabulary.names:
             ids.append(vocabulary.names[text])
         for token in ids:

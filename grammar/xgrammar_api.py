@@ -1,9 +1,9 @@
 """Matchers and compilers with the method names of XGrammar, for engines written against its API.
 
 An engine that calls XGrammar's `GrammarCompiler`, `GrammarMatcher` and `BatchGrammarMatcher` can
-call the classes of this module instead. The grammars are those of `graft.grammar`: JSON schemas are
-routed, so that a schema is either enforced exactly or refused, and compilation runs in a child
-process with limits of time and memory.
+call the classes of this module instead. The grammars are those of `graft.grammar`: a JSON schema is
+either enforced exactly or refused, and compilation runs in a child process with limits of time and
+memory.
 
 The module does not import torch. A bitmask is any array in CPU memory that supports DLPack or the
 buffer protocol, such as a NumPy array or a torch tensor.

@@ -84,7 +84,9 @@ def _aligned(offset: int) -> int:
 
 
 class DeviceAutomata:
-    """Promotes requests, and adds to lanes the kernels that execute their grammar steps.
+    """Moves the grammar state of requests to the device, which is called promoting a request.
+
+    Also adds the kernels that run the grammar steps of promoted requests to lanes.
 
     Parameters
     ----------
@@ -353,7 +355,7 @@ class DeviceAutomata:
             0.
         copied
             Whether an earlier node of the round copies the host's mask rows to the device. The copy
-            overwrites the rows of promoted requests, so the kernels fill all of their rows.
+            also overwrites the rows that earlier kernels have filled, so all rows are filled again.
         """
         self._add_kernel(lane, "open", row_slot, [num_rows, int(copied)])
         self._add_fill(lane, "open", row_slot, num_rows)

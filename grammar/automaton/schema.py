@@ -65,10 +65,10 @@ _PRINTABLE = re.compile(r"[ !#-\[\]-~]*")
 
 
 def lower_schema(schema: Any, whitespace: object) -> Expression:
-    """Return the expression of the JSON texts that LLGuidance writes for a routed schema.
+    """Return the expression of the JSON texts that LLGuidance allows for a schema.
 
-    `whitespace` is the value of `Spec.whitespace`. Raise `NotRegular` if the schema or this value
-    is not supported.
+    The schema is in the form that `graft.grammar.schema.router.route` returns. `whitespace` is the
+    value of `Spec.whitespace`. Raise `NotRegular` if the schema or this value is not supported.
     """
     if not isinstance(whitespace, str) or whitespace not in SEPARATORS:
         raise NotRegular(f"whitespace {whitespace!r} is not supported")

@@ -79,7 +79,7 @@ def prepare(spec: Spec, special: Mapping[str, int], automata: bool) -> Prepared:
     else:
         rules = lark_rules(grammar, special)
         text = _lark_grammar(rules)
-    if spec.kind != "json_schema":  # the router has already checked the schema with LLGuidance
+    if spec.kind != "json_schema":  # LLGuidance has already accepted the rewritten schema
         _check_text(spec, text)
     references = tuple({name for name in _LARK_TOKEN.findall(rules) if name})
     # An automaton reads bytes, and special tokens have no bytes.
@@ -107,7 +107,7 @@ def load_native() -> str:
 
 def check_syntax(grammar: ResolvedGrammar) -> None:
     """Raise `GrammarError` if LLGuidance refuses a grammar, which is only parsed, not compiled."""
-    if grammar.spec.kind != "json_schema":  # the router has already checked schemas
+    if grammar.spec.kind != "json_schema":  # LLGuidance has already accepted the rewritten schema
         _check_text(grammar.spec, _lark_grammar(lark_rules(grammar)))
 
 

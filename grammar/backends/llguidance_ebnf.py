@@ -321,7 +321,7 @@ class _Positions:
 
     @classmethod
     def of(cls, node: Node) -> _Positions:
-        """Return the positions of a node that contains no reference to a rule."""
+        """Return the positions (of `Set` nodes) in a node that contains no reference to a rule."""
         built = cls([], frozenset(), frozenset(), [], True)
         built.first, built.last, built.nullable = built._add(node)
         return built
@@ -444,7 +444,8 @@ class _Lowering:
     def _conflicts(self) -> set[Node]:
         """Return the terminals that the lexer might extend where another terminal should begin.
 
-        If some terminals have more than `_MAX_POSITIONS` positions, only these are returned.
+        If some terminals have more than `_MAX_POSITIONS` positions, they are too large to be
+        examined, and only these are returned.
         """
         terminals = list(dict.fromkeys(self._terminals()))
         too_large = set()
@@ -586,8 +587,8 @@ def _references_from(root: str, rules: dict[str, Node]) -> dict[str, frozenset[s
 def _finite_rules(rules: dict[str, Node]) -> dict[str, Node]:
     """Return the rules without the parts that match no finite text.
 
-    If these parts stayed, a model could begin to generate one of them and never end. For example,
-    the second option of ``x ::= "a" | "b" y`` with ``y ::= "c" y`` has no finite text.
+    If these parts were kept, a model could begin to generate one of them and never end. For
+    example, the second option of ``x ::= "a" | "b" y`` with ``y ::= "c" y`` has no finite text.
     """
     finite: set[str] = set()
     pending = list(rules)
@@ -745,7 +746,8 @@ class _Lexer:
     def conflicts(self) -> set[Node]:
         """Return the terminals that the lexer might extend where another terminal should begin.
 
-        If the search exceeds its limits, return all terminals of more than one character.
+        If the search exceeds its limits, return all terminals that can have more than one
+        character, because any of them might be extended.
         """
         members: dict[Ranges, frozenset[int]] = {}
 
@@ -759,8 +761,8 @@ class _Lexer:
         start = frozenset((t, p) for t, m in enumerate(self._machines) for p in m.first)
         found: set[Node] = set()
         seen = set()
-        # Each element consists of the positions that can match the next character, and of the
-        # terminals that can end before it.
+        # Each element of the queue consists of the positions that can match the next character, and
+        # of the terminals that can end before this character.
         queue = [(start, frozenset[int]())]
         steps = 0
         while queue:

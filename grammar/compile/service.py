@@ -137,9 +137,9 @@ class GrammarService:
 
     A grammar is compiled with the backend that its specification names. If the specification names
     no backend, the engine's backend is used. All work whose running time depends on the text of a
-    grammar runs in child processes with limits of time and memory. This work consists of routing
-    and rewriting a schema, and of parsing and compiling a grammar. If a grammar takes too long or
-    crashes a library, only the compilation of this grammar fails.
+    grammar runs in child processes with limits of time and memory. This work consists of rewriting
+    a schema, and of parsing and compiling a grammar. If a grammar takes too long or crashes a
+    library, only the compilation of this grammar fails.
 
     The service has two queues, each with its own threads. Each compilation starts in the fast queue
     with a time limit of one second. If the compilation exceeds this limit, it is aborted and starts
@@ -161,9 +161,9 @@ class GrammarService:
         Vocabulary that the grammars are compiled for.
     choice
         Backend of grammars whose specification names no backend: a name, ``"auto"``, or a factory
-        that is called with the vocabulary. ``"auto"`` routes JSON schemas (see `resolve_spec`),
-        compiles EBNF with XGrammar if it can be used, and compiles other grammars with the first
-        backend that can be used.
+        that is called with the vocabulary. ``"auto"`` compiles EBNF with XGrammar if it can be
+        used, a structural format with the first backend that supports it, and other grammars with
+        the first backend that can be used.
         A backend that is not a `BoundedBackend` compiles in this process without limits of time
         and memory.
     threads
@@ -308,7 +308,7 @@ class GrammarService:
         except OptionError as error:
             self._finish(job, GrammarError(f"{kind}: {error}"), "refused", keep=False)
         except BaseException as error:
-            # Requests wait for the future, so the future must be completed after any exception.
+            # Requests wait for the future, so it must be completed whatever the exception is.
             self._finish(job, GrammarBackendError.of(kind, error), "failed", keep=False)
         else:
             self._finish(job, compiled, "compiled")

@@ -1,1 +1,1 @@
-"""JSON schema router, which finds a form of a schema that a grammar backend enforces exactly."""
+"""JSON schema router: rewrites a schema into a form that a grammar backend enforces exactly."""

@@ -192,9 +192,8 @@ def required_of(schema: SchemaObject) -> list[str]:
 def has_orders(part: SchemaObject) -> bool:
     """Return whether objects that satisfy the schema can have their keys in several orders.
 
-    This is the case if the schema names a key or has a pattern for keys, and allows keys of at
-    least two kinds. Each named key is a kind of its own. The keys of one pattern are a kind, and
-    all other keys together are a kind.
+    Each named key, each pattern for keys, and all other keys together, if they are allowed, count
+    as one. The result is True if the sum is at least 2 and includes a named key or a pattern.
     """
     values = values_of(part)
     if values is not None:

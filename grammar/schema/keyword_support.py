@@ -1,4 +1,4 @@
-"""JSON schema keywords that each backend enforces without the help of the router.
+"""JSON schema keywords that each backend enforces in a schema that graft has not rewritten.
 
 LLGuidance refuses schemas with unsupported keywords (see `schema_error`). XGrammar ignores many
 keywords without an error. It uses the first of ``$ref``, ``const``, ``enum``, ``anyOf``, ``oneOf``,
@@ -65,9 +65,10 @@ _BY_TREATMENT = (
      $dynamicRef $recursiveRef""",
     ),
 )
-#: Treatment of each keyword by LLGuidance and by XGrammar, without the router. ``"exact"``: the
-#: keyword is enforced. ``"loose"``: violations are possible without an error. ``"refused"``: some
-#: or all uses are errors. ``"dropped"``: the keyword is ignored without an error.
+#: Treatment of each keyword by LLGuidance and by XGrammar, in schemas that graft has not rewritten.
+#: ``"exact"``: the keyword is enforced. ``"loose"``: violations are possible without an error.
+#: ``"refused"``: some or all uses are errors. ``"dropped"``: the keyword is ignored without an
+#: error.
 KEYWORDS: dict[str, list[str]] = {
     keyword: [llguidance, xgrammar]
     for llguidance, xgrammar, keywords in _BY_TREATMENT

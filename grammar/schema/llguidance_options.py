@@ -28,9 +28,10 @@ def json_options(whitespace: Whitespace) -> dict[str, Any]:
 
 
 def with_options(schema: Any, whitespace: Whitespace) -> dict[str, Any]:
-    """Return the document that LLGuidance compiles for a routed schema.
+    """Return the document that LLGuidance compiles for a schema that graft has rewritten.
 
-    The document contains the options for `whitespace` and those that the router has added.
+    The document contains the options for `whitespace`, and the options (keyword `OPTIONS`) that
+    were added to the schema when it was rewritten.
     """
     keywords = schema if isinstance(schema, dict) else {}
     return {**keywords, OPTIONS: {**keywords.get(OPTIONS, {}), **json_options(whitespace)}}

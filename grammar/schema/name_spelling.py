@@ -52,7 +52,7 @@ class OneSpelling(NamedTuple):
 
 
 def with_one_spelling(schema: Any) -> OneSpelling:
-    r"""Return the form of a routed schema in which LLGuidance compares names correctly.
+    r"""Return the form of a rewritten schema in which LLGuidance compares names correctly.
 
     Where a pattern constrains names, LLGuidance writes them without unnecessary escape sequences.
     If additional properties may have any value, the returned schema therefore allows them with a

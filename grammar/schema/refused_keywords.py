@@ -24,7 +24,7 @@ from graft.grammar.schema.rewrite import Rewritten
 
 __all__ = ["find_causes"]
 
-#: Keywords whose combinations LLGuidance and the rewriter expand, so that schemas grow.
+#: Keywords that LLGuidance and the rewriter expand to combinations, which can make a schema large.
 _COMBINING = word_set(
     """allOf anyOf oneOf not if then else dependencies dependentRequired dependentSchemas
     minProperties maxProperties contains uniqueItems"""
@@ -54,10 +54,10 @@ _EXPLANATIONS = (
     ),
     (r"(Unsatisfiable .*)", r"allows no output (\1)"),
 )
-#: Error of a schema that cannot be rewritten after a removal.
+#: Error of a schema whose rewriting does not end after `_Search` has removed keywords from it.
 _ENDLESS = "rewriting does not end"
 
-#: Errors that occur only because the search has removed other keywords.
+#: Errors that only occur because `_Search` has removed other keywords from the schema.
 _ARTIFACT = re.compile(rf"does not exist|{_ENDLESS}")
 
 
@@ -69,7 +69,7 @@ class _Place(NamedTuple):
 
 
 class _NotFound(Exception):
-    """Raised if the search finds no cause before the deadline."""
+    """Raised if no keyword is found before the deadline that causes LLGuidance's error."""
 
 
 def find_causes(
@@ -284,7 +284,11 @@ def _explain(error: str) -> str:
 
 
 def _all_subschemas(schema: SchemaObject) -> list[tuple[str, SchemaObject]]:
-    """Return all subschemas with pointers, including targets of references in unknown keywords."""
+    """Return each subschema with its JSON pointer.
+
+    The target of a reference is included even if it lies in the value of an unknown keyword, where
+    `subschemas` does not find it.
+    """
     references = References(schema)
     parts = subschemas(schema)
     known = {id(part) for _, part in parts}

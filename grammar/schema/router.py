@@ -48,7 +48,7 @@ _BOUNDS = word_set("minimum maximum exclusiveMinimum exclusiveMaximum")
 
 @dataclass(frozen=True)
 class Route:
-    """The form in which a JSON schema is compiled, and its deviations from the schema.
+    """Result of `route`: the form in which a JSON schema is compiled, and how it deviates.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ class Route:
         ``"llguidance"``; None if LLGuidance refuses even the closest form of the schema.
     schema
         Schema to compile. Keywords that LLGuidance does not support are replaced with equivalent
-        keywords. If the route is not exact, the parts that `reasons` names are missing.
+        keywords. If `exact` is False, the parts that `reasons` names are missing.
     text
         `schema` with LLGuidance's options as the JSON text that LLGuidance has accepted; empty if
         `backend` is None.
@@ -65,11 +65,11 @@ class Route:
     rules
         Lark grammar to compile instead of `schema`; empty if there is none.
     reasons
-        Reasons why the route is not exact.
+        Reasons why `exact` is False.
     narrowed
         Valid values that are never produced, including the values that `ordered` describes. For
         example, if the overlap of two options of a ``oneOf`` has no exact complement, further
-        values are excluded with it. If the route is exact and `narrowed` is empty, every value that
+        values are excluded with it. If `exact` is True and `narrowed` is empty, every value that
         satisfies the schema can be produced.
     ordered
         Objects whose keys are produced in one order only. By default, these are all objects with
@@ -158,16 +158,17 @@ def route(
 
 
 class _Checked(NamedTuple):
-    """A form of a schema that LLGuidance has checked.
+    """Result of `_closest_accepted`.
 
     Attributes
     ----------
     schema
         The rewritten schema, without the keywords that LLGuidance refuses.
     spelled
-        The form of `schema` that LLGuidance compiles; see `with_one_spelling`.
+        `schema` in the form that LLGuidance compiles: with one spelling of each property name; see
+        `with_one_spelling`.
     text
-        Text of `spelled` that LLGuidance accepts; empty if LLGuidance refuses it.
+        `spelled` as JSON text; empty if LLGuidance refuses it.
     """
 
     schema: Any
@@ -178,10 +179,11 @@ class _Checked(NamedTuple):
 def _closest_form(
     schema: Any, draft: int, whitespace: Whitespace, assert_formats: bool | None
 ) -> tuple[Rewritten, list[Reason], _Checked]:
-    """Return the closest form of a schema, the reasons why it is not exact, and its checked form.
+    """Rewrite a schema, and remove the keywords that LLGuidance refuses.
 
-    If LLGuidance refuses even the closest form, the `text` of the checked form is empty. Each
-    reason has a JSON pointer into the given schema, not into the closest form.
+    Return the resulting schema, the reasons why it is not equivalent to the given one, and what
+    `_closest_accepted` has returned for it. Each reason has a JSON pointer into the given schema,
+    not into the result.
 
     Some definitions are not satisfied by any finite value. References to them are replaced with
     ``false`` if LLGuidance refuses the definitions, or if outputs could begin a value that never
@@ -249,8 +251,8 @@ def _closest_accepted(schema: Any, whitespace: Whitespace, deadline: float) -> _
             return _Checked(schema, with_one_spelling(schema), "")
         count += 1
         if count > _MAX_REASONS:
-            # After many reasons, the keyword is removed from all subschemas at once, so that the
-            # number of iterations is bounded.
+            # After `_MAX_REASONS` iterations, the keyword is removed from all subschemas at once,
+            # so that the number of iterations is bounded.
             for part in parts.values():
                 part.pop(reason.keyword, None)
         else:

@@ -24,10 +24,12 @@ _SHARED = ("$schema", "$id", "id", "$defs", "definitions")
 def impossible_definitions(document: SchemaObject) -> frozenset[str]:
     """Return the JSON pointers of definitions that are proved unsatisfiable.
 
-    The document is a rewritten schema. For the proof, the references of a definition to definitions
-    that LLGuidance refuses are replaced with ``true``. Definitions that are unsatisfiable only
-    because of such a reference are therefore not found. The caller can replace the references to
-    the returned definitions with ``false`` and call the function again to find them.
+    The document is a rewritten schema. If LLGuidance calls a definition unsatisfiable, the cause
+    may be another definition to which it refers. The function therefore tests the definition again,
+    with its references to all definitions that LLGuidance calls unsatisfiable replaced with
+    ``true``. A definition that is unsatisfiable only because of such a reference is not found. To
+    find it, the caller can replace the references to the returned definitions with ``false`` and
+    call the function again.
     """
     references = References(document)
     reached: set[str] = set()

@@ -27,8 +27,8 @@ _CONTROL_LETTERS = "nrtfv0ae"
 _PLAIN_SET = re.compile(
     r"(?:[A-Z]-[A-Z]|[a-z]-[a-z]|[0-9]-[0-9]|[A-Za-z0-9_]|[^\x00-\x7f](?:-[^\x00-\x7f])?)*"
 )
-#: JSON pointers of the properties whose strings some styles of structural formats write as plain
-#: text, not as JSON.
+#: JSON pointers of the properties of the outermost object. Some styles of structural formats write
+#: the strings of these properties as plain text, not as JSON.
 _RAW = re.compile(r"#/(properties/[^/]*|additionalProperties)")
 _CALENDAR = "XGrammar allows dates that do not exist, such as 2024-02-30"
 

@@ -35,10 +35,11 @@ _ANY = "/(?s:.*)/"
 def lark_text(form: Format, whitespace: Whitespace, special: Mapping[str, int] = NO_TOKENS) -> str:
     """Return a Lark grammar that allows exactly the texts of a structural format.
 
-    `form` is a parsed format whose schemas have been routed. `special` contains ids of special
-    tokens by name. In the begin, end and trigger texts of tags, a special token is legal instead of
-    its name. If no exact grammar with these tokens is known, only the names are legal. Raise
-    `GrammarError` if no exact grammar is known for a part of the format.
+    `form` is a parsed format whose schemas have been rewritten for LLGuidance. `special` contains
+    ids of special tokens by name. Where the begin, end or trigger text of a tag contains such a
+    name, both the name and the token are legal. If no exact grammar with these tokens is known,
+    only the names are legal. Raise `GrammarError` if no exact grammar is known for a part of the
+    format.
     """
     if special:
         try:
@@ -219,7 +220,8 @@ class _Lowering:
         types = keywords.get("type", [])
         types = (types if isinstance(types, list) else [types]) or list(_JSON_STARTS)
         numeric = "number" in types or "integer" in types
-        # If the router has checked the schema, the field `text` contains the schema as JSON text.
+        # The field `text`, if there is one, contains the schema as JSON text in the form that
+        # LLGuidance has accepted.
         document = form.get("text") or json.dumps(with_options(schema, self._whitespace))
         text = self.joiner.define(f"%json {document}", terminal=False)
         starts = frozenset("".join(_JSON_STARTS[name] for name in types))
@@ -244,10 +246,10 @@ class _Lowering:
         return [self.joiner.repeat(content, form["min"], high, form["type"])]
 
     def _tag(self, form: Format) -> list[list[Piece]]:
-        """Return the alternatives of a tag, one for each way to write the start of its begin text.
+        """Return the alternatives of a tag, each as a list of consecutive pieces.
 
-        With separate alternatives, free text before the tag and the begin text can form one
-        terminal.
+        There is one alternative for each of the `_spellings` of the begin text. Free text before
+        the tag and the begin text can thus form one terminal.
         """
         begin = form["begin"]
         end = form["end"]
@@ -293,8 +295,8 @@ class _Lowering:
         name = parts[0][0]
         token = _special_piece(f"<[{self._special[name]}]>")
         if len(parts) > 1 and not parts[1][1]:
-            # The name and the text after it form one piece, because the trigger, at which free text
-            # before the tag ends, may be longer than the name.
+            # The name and the text after it form one piece. Free text before the tag ends at the
+            # tag's trigger, which may be longer than the name.
             return [[constant(name + parts[1][0]), *pieces[2:]], [token, *pieces[1:]]]
         return [[constant(name), *pieces[1:]], [token, *pieces[1:]]]
 

@@ -37,8 +37,8 @@ class Piece:
         Whether the expression is regular, so that it can be a part of a terminal. Other pieces are
         expressions for rules.
     closed
-        Whether a match can be extended to a longer match only with a text of `more` or, if the
-        piece is `numeric`, with digits.
+        Whether it is known how a match can be extended to a longer match: only with a text that
+        begins as one in `more` does or, if the piece is `numeric`, with digits.
     starts
         Texts with which the matches start: each match that is not empty starts with one of them.
         None if they are not known.
@@ -142,7 +142,7 @@ class Joiner:
         return self._names[key]
 
     def reference(self, piece: Piece) -> str:
-        """Return an expression for a piece that can be used in a rule."""
+        """Return an expression that matches a piece and can be used in a rule."""
         return self.define(piece.text, terminal=True) if piece.terminal else piece.text
 
     def named(self, piece: Piece) -> Piece:
@@ -193,7 +193,7 @@ class Joiner:
         )
 
     def _groups(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Join adjacent terminals where the lexer can see the end of the joined terminal."""
+        """Join adjacent terminals if the lexer can see where the joined terminal ends."""
         groups: list[Piece] = []
         for terminal, run in itertools.groupby(pieces, lambda piece: piece.terminal):
             parts = list(run)
@@ -356,7 +356,7 @@ def _join_terminals(parts: Sequence[Piece]) -> Piece:
 
 
 def _ends_before(free: Piece, following: Piece) -> bool:
-    """Return whether free text ends where the following piece begins."""
+    """Return whether free text cannot contain a beginning of the following piece."""
     if following.empty or following.starts is None:
         return False
     return all(start.startswith(free.absent) for start in following.starts)

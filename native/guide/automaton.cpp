@@ -369,8 +369,7 @@ class Determinizer {
     std::sort(set_.begin(), set_.end());
   }
 
-  // Returns the state of the deterministic automaton that stands for `set_`; adds the state if
-  // `set_` is new.
+  // Returns the deterministic state that represents the states in `set_`. Adds it if it is new.
   int16_t state_of_set() {
     if (set_.empty()) return Automaton::kDead;
     const auto found = numbers_.find(set_);

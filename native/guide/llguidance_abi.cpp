@@ -254,9 +254,9 @@ class Grammar {
     return Handle(api.clone(start_.get()));
   }
 
-  // Resets a finished matcher, so that start() copies it from now on. Drops the matcher if the
-  // maximum number of reuses is reached or its cached mask cannot be replaced. The caller must not
-  // hold the GIL.
+  // Resets the matcher of a finished request and makes it the matcher that start() copies. Drops it
+  // instead if kMaxReuses is reached, or if it cannot be made to cache the mask of the start state.
+  // The caller must not hold the GIL.
   void reuse(Handle matcher) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -322,7 +322,8 @@ class LLGuidanceMatcher final : public NativeMatcher {
       terminated_ = ends_with(id);
       return terminated_ ? Outcome::kYes : Outcome::kNo;
     }
-    // The undone tokens of the path were accepted before, so the next one is known to be legal.
+    // If `id` is the first undone token of `path_`, it is known to be legal, because it was
+    // accepted in this state before.
     if (size_ == path_.size() || path_[size_] != id) {
       if (move(size_, error) == Outcome::kFailed) return Outcome::kFailed;
       const Outcome legal = is_legal(id, error);
@@ -441,13 +442,14 @@ class LLGuidanceMatcher final : public NativeMatcher {
   }
 
   // Accepts tokens with two calls of LLGuidance: one finds how many of the first tokens are legal,
-  // the other consumes these. Returns the number of accepted tokens, which may be too small, or -1
-  // for an internal error.
+  // the other consumes these. Returns the number of accepted tokens, or -1 for an internal error.
+  // The next token may be legal, too; accept_all() tests it.
   int accept_text(const int32_t* tokens, int count, ErrorText* error) noexcept {
     const auto* ids = reinterpret_cast<const uint32_t*>(tokens);
     size_t size = 0;
     while (size < static_cast<size_t>(count) && is_text(tokens[size])) ++size;
-    // If the mask of this state is known, or tokens are undone, accept() is faster.
+    // If LLGuidance has the mask of this state, or tokens of `path_` are undone, accept() is
+    // faster.
     if (size < 2 || terminated_ || dead_ || size_ < path_.size()) return 0;
     if (live_size_ != size_ || api.get_mask(live_.get()) != nullptr) return 0;
     const int32_t valid = api.validate(live_.get(), ids, size);
@@ -491,7 +493,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
     return message != nullptr && std::strncmp(message, text, std::strlen(text)) == 0;
   }
 
-  // Moves `live_` to the state after the first `size` tokens of the path.
+  // Moves `live_` to the state after the first `size` tokens of `path_`.
   Outcome move(size_t size, ErrorText* error) noexcept {
     if (live_size_ > size && api.rollback(live_.get(), live_size_ - size) == 0) {
       live_size_ = size;
@@ -548,7 +550,8 @@ class LLGuidanceMatcher final : public NativeMatcher {
     return Outcome::kYes;
   }
 
-  // Computes the mask at the state of `live_`. LLGuidance may return a cached mask that is wrong.
+  // Computes the mask of the current state of `live_`. LLGuidance may return a wrong mask from its
+  // cache (invariant 5 of this file); compute() then corrects it.
   bool compute_once(ComputedMask* computed) noexcept {
     if (api.compute_mask(live_.get()) != 0) {
       dead_ = has_failed_with(kDeadEnd);

@@ -7,7 +7,7 @@
 //    contains the end of the marker and further text is illegal, so no byte bypasses the grammar
 //    except for white space: if `max_skipped` of the marker is positive, tokens of white space with
 //    at most this number of characters in total may lie between the marker and the grammar. The
-//    first token that the grammar accepts begins its text.
+//    first token that the grammar accepts begins the grammar's text.
 // 2. The marker may extend over several tokens. After an incomplete part of the marker, a token
 //    without text is illegal. Decoding may omit this token or print its name, so it would be
 //    undefined whether the text contains the marker.
@@ -21,8 +21,8 @@
 //    first token. While the tokens can still become the opening, the matcher of the grammar accepts
 //    the same tokens until one is illegal in the grammar. Legal tokens are then those that continue
 //    the opening and those that continue the grammar. When the opening is complete, the matcher of
-//    the grammar returns to its start. There are only few of these first tokens, because each of
-//    them has text, so all of them can be undone.
+//    the grammar returns to its start. All tokens up to the end of the opening can be undone. Each
+//    of them has text, so there are only few.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
@@ -76,8 +76,9 @@ class Marker {
   // with it, but the last token is illegal in the free text. kNone: they do not begin with it.
   enum class Opening { kNone, kPartial, kComplete, kIllegal };
 
-  // `state` is the next state of the opening or, for kComplete, of the scanner. `found` says
-  // whether the token also completes the marker.
+  // Result of opening_step(). For kPartial, `state` is the state for the next call; for kComplete,
+  // it is the state of the scanner after the token, and `found` says whether the token also
+  // completes the marker.
   struct OpeningStep {
     Opening result;
     int32_t state;
@@ -397,8 +398,8 @@ class MarkedMatcher final : public NativeMatcher {
       if (outcome == Outcome::kFailed) return outcome;
       num_grammar_tokens_ -= inside;
     }
-    // An output without the opening consists of `opening_tokens_` and then tokens of the grammar.
-    // When all tokens of the grammar are undone, the output can become the opening again.
+    // In an output without the opening, `num_grammar_tokens_` counts only the tokens that follow
+    // `opening_tokens_`. When all of them are undone, the output can become the opening again.
     const bool in_opening = num_grammar_tokens_ == 0 && marker_->has_opening() && !opened_;
     skipped_.resize(skipped_.size() - static_cast<size_t>(skipped));
     if (inside + skipped == tokens && !in_opening) return Outcome::kYes;
@@ -533,9 +534,8 @@ class MarkedMatcher final : public NativeMatcher {
   int32_t state_ = 0;             // state of the opening or of the scanner
   bool started_ = false;          // whether the marker is complete, or the output has no opening
   bool stopped_ = false;          // whether a stop token has ended the free text
-  // First tokens of the output: the tokens that could begin the opening, and the token that has
-  // completed it. As long as the opening is not complete, `inner_` has also accepted the first
-  // `in_grammar_` of these tokens.
+  // The tokens at the start of the output that match the opening or its beginning. Until the
+  // opening is complete, `inner_` has also accepted the first `in_grammar_` of these tokens.
   std::vector<int32_t> opening_tokens_;
   size_t in_grammar_ = 0;
   bool may_open_;        // whether the tokens so far can become the opening

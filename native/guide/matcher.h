@@ -60,8 +60,9 @@ class OrderTiming {
     if (!in_time) {
       in_time_.store(INT_MIN, std::memory_order_relaxed);
     } else if (const int known = in_time_.load(std::memory_order_relaxed); known >= 0) {
-      // A concurrent update by another thread may lose this increment, so that the grammar becomes
-      // trusted later. INT_MIN, which means that the grammar is never trusted, is not overwritten.
+      // If another thread changes the count at the same time, this increment is lost, and the
+      // grammar becomes trusted one order later. INT_MIN, with which the grammar is never trusted,
+      // is not overwritten.
       int expected = known;
       if (known < kProof) in_time_.compare_exchange_strong(expected, known + 1);
     }

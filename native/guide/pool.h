@@ -104,9 +104,9 @@ class Pool {
   bool waiting() const { return waiting_.load(); }
 
   // Waits until done() is true, or until the budget has passed and late() is true. late() returns
-  // whether every unfinished job has used the budget in processor time. A job that only waits for a
-  // processor on a loaded machine is therefore not late, unless it waits for `patience_ns`. After
-  // half of the budget, wait() wakes all parked threads, because the others may be blocked. Returns
+  // whether every unfinished job has used the budget in processor time. wait() therefore waits
+  // longer for jobs that are waiting for a processor, but at most `patience_ns`. After half of the
+  // budget, wait() wakes all parked threads, because the running threads may be blocked. Returns
   // whether all jobs are done.
   template <typename Done, typename Late>
   bool wait(const Done& done, const Late& late, const Budget& budget, int64_t start) noexcept {

@@ -219,8 +219,8 @@ bool OrderServer::step_to(SlotWork& work, int j) const noexcept {
   return (work.closed & bit(j)) == 0;
 }
 
-// Accepts forced tokens as drafts one after the other and fills the mask row after each of them,
-// except for draft K: the open step of the next replay fills the row after draft K.
+// Accepts forced tokens as drafts one after the other and fills the mask row after each draft. Only
+// the row after draft K, the last possible draft, is left to the open step of the next replay.
 void OrderServer::follow_forced(SlotWork& work) const noexcept {
   for (int j = 1; j < exchange_.drafts() && is_filled(work, j - 1); ++j) {
     const int32_t token = work.rows.forced[at(j - 1)];
@@ -343,7 +343,7 @@ void OrderServer::probe_lattice(SlotWork& work) const noexcept {
       last < std::min(order.candidates, order.j) && (last == 0 || (work.closed & bit(last)) == 0);
   if (layout.mode == DRAFT_MODE_CHAIN_LATTICE && open && !work.ended) {
     work.tally[count::probe_misses] += 1;
-    // If the row forces a token, the device drafts this token next.
+    // If mask row `last` forces a token, the device drafts this token next.
     if (forced_ != nullptr) fill_row(work, last);
   }
   move_to(work, 0);
@@ -432,8 +432,8 @@ void OrderServer::fail(SlotWork& work) const noexcept {
   set_row(work, 0, ROW_ERROR);
 }
 
-// Invalidates all mask rows of the slot. Row 0 of a failed slot keeps ROW_ERROR, because the error
-// is independent of the tokens.
+// Marks all mask rows of the slot as not ready. If the slot has failed, row 0 keeps ROW_ERROR: a
+// failed slot stays failed, whatever tokens are committed.
 void OrderServer::invalidate_rows(SlotWork& work) const noexcept {
   const bool failed = work.ended && work.rows.state[0].load(std::memory_order_relaxed) == ROW_ERROR;
   for (auto& row : work.rows.state) row.store(ROW_NOT_READY, std::memory_order_relaxed);

@@ -166,7 +166,9 @@ struct Rows {
   std::vector<int32_t> forced;              // forced token of the row; -1: none
 };
 
-// Result of testing the candidates of an order (tasks kProbeChain, kProbeTree, kProbeLattice).
+// Result of a work order with the task kProbeChain, kProbeTree or kProbeLattice, once it is
+// `answered`. `answer` is the legal candidate, or -1 if there is none (chain), the number of nodes
+// that have candidates (tree), or the number of drafts (lattice).
 struct Probed {
   bool answered = false;
   int32_t answer = -1;
@@ -194,8 +196,9 @@ struct SlotWork {
   NativeMatcher* matcher = nullptr;
   Order order;
   // The matcher is at node `node` of the draft tree: it has accepted `accepted` tokens after node
-  // 0. It may have `terminated`. Bit j - 1 of `closed` is set if draft j is illegal, is a stop id
-  // or leads to a dead end.
+  // 0. `terminated` says whether the last accepted token ended the text. Bit j - 1 of `closed` is
+  // set if no token may follow draft j, because the draft is illegal, is a stop id or leads to a
+  // dead end.
   int node = 0;
   int accepted = 0;
   bool terminated = false;

@@ -27,7 +27,7 @@ struct Memory {
   int64_t faults = 0;
 };
 
-// Measures the memory; `statm` is a descriptor of /proc/self/statm. Allocates nothing.
+// Returns the current values. `statm` is a descriptor of /proc/self/statm. Allocates nothing.
 Memory memory_of_thread(int statm) noexcept {
   Memory memory;
   char text[128] = {};
@@ -76,9 +76,9 @@ Worker::Worker(const Exchange& exchange, int ring, int threads, const Budget& bu
   records_.push_back({this, Step::kCommit, 0});
   for (int j = 1; j <= exchange_.drafts(); ++j) records_.push_back({this, Step::kDraft, j});
   ordered_.reserve(at(exchange_.layout.slots));
-  // With a budget, the work order of a slot may occupy a pool thread beyond the end of its step;
-  // the slot is then late. All slots can be late at the same time, so the pool has one thread per
-  // slot. Each step wakes `threads` of them.
+  // With a budget, a step does not wait for all work orders: a pool thread may still serve the
+  // order of a slot after the step has ended (the slot is late). All slots can be late at the same
+  // time, so the pool has one thread per slot. Each step wakes at most `threads` of these threads.
   const int helpers = budget_.ns > 0 ? exchange_.layout.slots : threads_ - 1;
   if (helpers > 0) pool_.reset(new Pool(helpers, exchange_.layout.slots, &serve_posted, this));
 }
@@ -175,8 +175,8 @@ void Worker::step(const StepRecord& record) noexcept {
     // open step that finds the slot idle.
     if (slot.assignment.epoch != request.epoch) continue;
 
-    // In lattice modes, the grammar step also chooses the drafts of unconstrained requests. The
-    // host publishes unconstrained requests only if the drafts are trees.
+    // If the draft step chooses the drafts from a lattice of candidates, it does so for requests
+    // without a grammar, too. The host publishes these requests only if the drafts are trees.
     const bool lattice = is_lattice_mode(exchange_.layout.mode) && record.step == Step::kDraft;
     if (slot.work.matcher == nullptr && !lattice) continue;
     if (record.step == Step::kOpen) read_commit(slot, idle, replay_ - 1);
@@ -448,7 +448,8 @@ void Worker::read_drafts(Slot& slot, int64_t replay) noexcept {
   std::copy_n(Exchange::ids(drafted), count, order.draft.begin());
 }
 
-// Copies the candidates of this replay into the slot's work order. Returns false if there are none.
+// Copies the candidates for drafts that the device has written in this replay into the slot's work
+// order. Returns false if there are none.
 bool Worker::read_candidates(SlotWork& work) noexcept {
   Candidates* record = exchange_.candidates(work.index);
   Order& order = work.order;

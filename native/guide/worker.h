@@ -7,9 +7,9 @@
 //
 // Invariants
 // 1. Steps never run concurrently. In each replay they run once, in the order open, commit,
-//    draft 1 .. K. Edges of the graph order each step after the kernels that write the records
-//    `committed`, `drafted` and `candidates`, and before the kernels that read masks, stamps and
-//    answers.
+//    draft 1 .. K. Edges of the graph order each step after the kernels that write its inputs (the
+//    records Committed, Drafted and Candidates of exchange.h), and before the kernels that read its
+//    results: mask rows, their stamps (RowStamp) and the answers to tested candidates (Answer).
 // 2. A step never throws, prints, takes the GIL, calls the driver or drops a Python reference. It
 //    allocates memory only to lengthen a matcher's list of tokens or states, when the output of a
 //    request grows beyond 1,024 tokens or a higher power of two. The same holds for the pool
@@ -145,9 +145,8 @@ class Timeline {
   std::vector<Cell> cells_;
 };
 
-// Kinds of grammar steps. A draft step j that fills a mask row runs after draft j was sampled. A
-// draft step j that tests candidates runs after the drafter has written the candidates for draft j
-// and before draft j is sampled.
+// Kinds of grammar steps. Depending on the draft mode, draft step j either fills mask row j, after
+// draft j was sampled, or tests the drafter's candidates for draft j, before draft j is sampled.
 enum class Step : int32_t { kOpen = 0, kCommit = 1, kDraft = 2 };
 
 class Worker;
@@ -162,8 +161,8 @@ struct StepRecord {
 class Worker {
  public:
   // A work order is slow if its processor time exceeds both kSlowFactor times the budget and
-  // kMinSlowNs. If a replay has only one request, the step waits for its order until the order is
-  // slow.
+  // kMinSlowNs. If a replay has only one request, the step waits until the request's order is slow,
+  // instead of only until the budget ends.
   static constexpr int64_t kSlowFactor = 20;
   static constexpr int64_t kMinSlowNs = 100'000'000;
   // A request fails when the processor time of its slow orders reaches kMaxSlow times the time that

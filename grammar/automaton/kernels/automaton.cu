@@ -49,9 +49,10 @@ extern "C" __global__ void automaton_join(AutomatonSlot* states, int slot, const
   states[slot].applied = *replay;
 }
 
-// Counts the accepted drafts of a chain that were forced tokens. When a kernel calls this function,
-// the stamps still describe the mask rows that verification has used. Inactive slots are counted,
-// too, because verification may have ended the request.
+// Counts the accepted drafts of a chain that were forced tokens, that is, the only legal id of
+// their mask row. The stamp of a row contains this id, so the function must be called before
+// commit() invalidates the stamps. Inactive slots are counted, too, because verification may have
+// ended the request.
 __device__ inline void count_forced(const Advance& a, const RoundRow* row) {
   const int index = row->slot;
   if (index < 0) return;
@@ -99,7 +100,7 @@ __device__ __forceinline__ void enter(const Advance& a, const Slot& slot, Automa
   own.state[j] = before < 0 ? NODE_ILLEGAL : automaton.walk(before, slot.drafts[j - 1]);
 }
 
-// Requests mask row j, that is, describes it in `item` for automaton_fill, and marks the row as
+// Describes mask row j in `item`, so that automaton_fill fills the row, and marks the row as
 // filled. Does nothing if the state of draft j is NODE_ILLEGAL.
 __device__ __forceinline__ void request_row(const Slot& slot, AutomatonSlot& own, int index, int j,
                                             FillItem* item) {
@@ -214,9 +215,9 @@ __device__ __forceinline__ void count_ids(unsigned int word, int w, int& legal, 
   last = w * 32 + 31 - __clz(static_cast<int>(word));
 }
 
-// Open step: requests the mask rows that verification reads (row 0 and the rows of the drafts),
-// unless they are already filled. If `copied` is set, the host's mask rows were copied over the
-// rows of all slots, so all rows are requested.
+// Open step: calls request_row() for the mask rows that verification reads (row 0 and the rows of
+// the drafts), except for rows that are already filled. If `copied` is set, the host's mask rows
+// were copied over the rows of all slots, so no row counts as filled.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_open(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
                    int* exchange, const ExchangeLayout layout, unsigned char* memory,
@@ -258,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 }
 
 // Commit step: advances the state of each request by the tokens that verification has committed. If
-// `fill` is not 0, also requests mask row 0 of each request.
+// `fill` is not 0, also calls request_row() for mask row 0 of each request.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_commit(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
                      int* exchange, const ExchangeLayout layout, unsigned char* memory,
@@ -291,7 +292,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   if (fill) use_cache(a, batch);
 }
 
-// Draft step: computes the state after draft j of each request's chain, and requests mask row j.
+// Draft step: computes the state after draft j of each request's chain, and calls request_row() for
+// mask row j.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_draft(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
                     int* exchange, const ExchangeLayout layout, unsigned char* memory,

@@ -37,9 +37,10 @@ struct AutomatonTable {
   int classes;
 };
 
-// Grammar state of a promoted request. The request of a slot is promoted if and only if its epoch
-// equals the `epoch` of the slot's AutomatonSlot. Python reads the layout of this struct from this
-// header (device.py) and passes the struct to automaton_join by value.
+// Grammar state of a request whose automaton runs on the device (a promoted request). The request
+// of a slot is promoted if and only if its epoch equals the `epoch` of the slot's AutomatonSlot.
+// Python reads the layout of this struct from this header (device.py) and passes the struct to
+// automaton_join by value.
 struct AutomatonSlot {
   long long table;  // offset of an AutomatonTable in the memory of all tables
   int epoch;        // epoch of the request, see Slot
@@ -63,8 +64,8 @@ struct FillItem {
   int source;    // row of the cache to copy; -1: compute the row
   int store;     // row of the cache to store the computed row in; -1: none
   int position;  // position of the token before the token that the row constrains
-  // Number of legal ids, summed by the blocks that share the row. Unless automaton_fill looks for
-  // forced tokens, the number only says whether there is a legal id.
+  // Number of legal ids, summed by the blocks that share the row. If automaton_fill does not look
+  // for forced tokens, the number only says whether any id is legal: it is then positive.
   int num_legal;
   int last_legal;        // largest legal id, if automaton_fill looks for forced tokens
   unsigned int arrived;  // number of blocks that have finished their part of the row

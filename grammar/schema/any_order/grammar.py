@@ -117,11 +117,10 @@ def _locate(schema: Any, errors: list[NoExactForm], prefix: str) -> Reasons:
 
 
 def _size_of_cause(part: SchemaObject, error: NoExactForm) -> int:
-    """Return a measure of the probability that a subschema caused an error.
+    """Return a number that is larger the more likely a subschema is to have caused an error.
 
-    The measure is the length of the list or dict that is the value of the error's keyword. If the
-    keyword is ``$ref``, the measure is 1 if the explanation of the error contains the reference,
-    and 0 otherwise.
+    The number is the length of the list or dict that is the value of the error's keyword. For
+    ``$ref``, it is 1 if the explanation of the error contains the reference, and 0 otherwise.
     """
     value = part.get(error.keyword)
     if error.keyword == "$ref":
@@ -240,7 +239,7 @@ class _RuleBuilder:
         new_name = f"T{len(self._terminals)}"
         return self._terminals.setdefault(body, new_name)
 
-    # Bodies ------------------------------------------------------------------------------------
+    # Bodies of rules ---------------------------------------------------------------------------
 
     def _body(self, parts: tuple[SchemaObject, ...]) -> str | None:
         """Return the rule body for values that satisfy all schemas in `parts`; None if none do."""
@@ -311,8 +310,8 @@ class _RuleBuilder:
     def _object_or_array(self, json_type: str, parts: tuple[SchemaObject, ...]) -> str | None:
         """Return the name of the rule for the objects or the arrays that satisfy a conjunction.
 
-        If no rule with keys in any order is known, the rule is a JSON part, in which keys have the
-        schema's order. Return None if there are no such objects or arrays.
+        If no rule with keys in any order is known, the rule is a JSON part (``%json``), in which
+        keys have the schema's order. Return None if there are no such objects or arrays.
         """
         try:
             if json_type == "object":
@@ -327,7 +326,8 @@ class _RuleBuilder:
     def _json_rule(self, parts: Conjuncts, types: frozenset[str]) -> str | None:
         """Return the name of the rule for the values of some types that satisfy a conjunction.
 
-        The rule is a JSON part. Return None if `JsonParts` knows that there are no such values.
+        The rule is a JSON part (``%json``). Return None if it is known that there are no such
+        values.
         """
         body = self._json_parts.json_part(parts, types)
         return None if body is None else self._shared_rule(body)
@@ -383,8 +383,8 @@ class _RuleBuilder:
             why = "keys with characters that JSON escapes are not produced"
             self.excluded.append(NoExactForm("patternProperties", why))
         # There is a group of keys for each pattern, and one for the keys that match no pattern. A
-        # group consists of a prefix for the terminal that matches the keys, the keys that this
-        # terminal excludes, and the schemas of the values.
+        # group consists of the beginning of the Lark expression for the keys, the literals and
+        # patterns that the expression excludes, and the schemas of the values.
         groups: list[tuple[str, list[str], Conjuncts]] = []
         for pattern, schemas in zip(patterns, shape.patterns.values(), strict=True):
             groups.append((f"{pattern} & ", names, schemas))

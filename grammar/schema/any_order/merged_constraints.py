@@ -108,7 +108,7 @@ def merge_objects(parts: Conjuncts) -> ObjectShape:
 
 
 def _pattern_schema(part: SchemaObject, pattern: str) -> Any:
-    """Return the schema of `part` for properties that match `pattern` and that it does not name."""
+    """Return the schema of `part` for properties that match `pattern` and have no own schema."""
     if part.get("patternProperties"):
         return part["patternProperties"][pattern]
     return part.get("additionalProperties", True)

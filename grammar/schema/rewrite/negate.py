@@ -90,7 +90,8 @@ class Negation:
         self._references = references
         self._draft = draft
         self._depth = 0
-        # Reasons for omitted parts during a call of `partial_complement`; None at other times.
+        # During a call of `partial_complement`: the errors of the parts that the complement leaves
+        # out. None at other times.
         self._omitted: list[NoExactForm] | None = None
 
     def complement(self, schema: Any, types: JsonTypes = JSON_TYPES, names: Names = None) -> Any:
@@ -312,8 +313,8 @@ class Negation:
     def _invalid_property(self, name: str, part: Any) -> Any:
         """Return the schema of objects whose property `name` violates the schema `part`.
 
-        If the complement of `part` cannot be expressed, return False within `partial_complement`,
-        and raise `NoExactForm` elsewhere.
+        If the complement of `part` cannot be expressed, raise `NoExactForm`. During a call of
+        `partial_complement`, append the error to `_omitted` and return False instead.
         """
         try:
             return _property(name, self.complement(part))

@@ -141,7 +141,7 @@ class Numbers:
         """Return the value of a ``multipleOf`` as a fraction.
 
         Raise `NoExactForm` if LLGuidance cannot read it exactly, or cannot combine it with the
-        multiples of other subschemas.
+        ``multipleOf`` of another subschema.
         """
         step = _exact(value)
         if step > _MAX_COEFFICIENT or _read_multiple(float(value)) != step:
@@ -168,8 +168,8 @@ class Numbers:
 
         `keywords` are the schema's numeric keywords, `step` is the value of ``multipleOf``, and
         `is_integer` is whether all numbers are integers. Each bound is replaced with the first
-        multiple of `step` inside the bound. The method adds to `narrowed` descriptions of the valid
-        numbers that the new form excludes.
+        multiple of `step` inside the bound. If the new form excludes valid numbers, the method adds
+        a description of these numbers to `narrowed`.
         """
         if is_integer:
             step = Fraction(step.numerator)  # least common multiple of step and 1
@@ -228,8 +228,8 @@ class Numbers:
         """Return the closest bound that LLGuidance reads exactly and that allows no invalid number.
 
         `sign` is 1 for lower bounds and -1 for upper bounds. `is_integer` is whether all numbers
-        are integers. If the new bound excludes valid numbers, the method adds to `narrowed` a
-        description of these numbers.
+        are integers. If the new bound excludes valid numbers, the method adds a description of
+        these numbers to `narrowed`.
         """
         if bound is None:
             return None
@@ -260,8 +260,8 @@ class Numbers:
     def _bound_inside(self, bound: _Bound, sign: int, narrowed: dict[str, str]) -> _Bound:
         """Return an inclusive fractional bound just inside an exclusive whole bound.
 
-        `sign` is 1 for lower bounds and -1 for upper bounds. The method adds to `narrowed` a
-        description of the numbers between the two bounds.
+        `sign` is 1 for lower bounds and -1 for upper bounds. The method adds a description of the
+        numbers between the two bounds to `narrowed`.
         """
         digits = max(1, 15 - len(str(abs(bound.value.numerator)).lstrip("0")))
         gap = self._gap(bound, sign)
@@ -373,10 +373,10 @@ def _multiple(bound: _Bound | None, step: Fraction, sign: int) -> _Bound | None:
 
 
 def _inner_whole(bound: _Bound | None, sign: int, narrowed: dict[str, str]) -> _Bound | None:
-    """Return the closest whole bound inside a bound.
+    """Return the closest inclusive whole bound that allows no number outside `bound`.
 
-    `sign` is 1 for lower bounds and -1 for upper bounds. The function adds to `narrowed` a
-    description of the numbers between the two bounds.
+    `sign` is 1 for lower bounds and -1 for upper bounds. If the new bound differs, the function
+    adds a description of the numbers between the two bounds to `narrowed`.
     """
     inner = _whole(bound, sign)
     if bound and inner and inner.value != bound.value:
@@ -394,8 +394,8 @@ def _within_64_bits(
 ) -> tuple[_Bound | None, _Bound | None]:
     """Return the bounds, limited to 64 bits where LLGuidance requires it.
 
-    `is_integer` is whether all numbers are integers. The function adds to `narrowed` descriptions
-    of the valid numbers that the new bounds exclude.
+    `is_integer` is whether all numbers are integers. If the new bounds exclude valid numbers, the
+    function adds a description of these numbers to `narrowed`.
     """
     largest = Fraction(_MAX_INTEGER if is_integer else _LARGEST_DOUBLE)
     smallest = Fraction(-_LARGEST_DOUBLE)

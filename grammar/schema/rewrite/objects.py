@@ -27,14 +27,14 @@ def dependencies(value: Any, required: list[str], objects_only: bool) -> list[An
 
     The function also handles ``dependentRequired`` and ``dependentSchemas``, the successors of
     ``dependencies``. `value` contains the dependency of each property: a schema, or the names of
-    properties that must be present. The dependency of a required property applies to all objects.
-    Every other dependency is replaced with a union, because either the property is absent, or the
-    property is present and its dependency holds. Properties that depend on each other share one
-    union.
+    properties that must be present. `required` are the required properties, and `objects_only` is
+    whether all values are objects.
 
-    `required` are the required properties. `objects_only` is whether all values are objects. If it
-    is False, values of other types lack the required properties, so a schema on which a required
-    property depends also needs a union. Raise `NoExactForm` if there are too many unions.
+    The dependency of a required property applies to all objects. Any other dependency is replaced
+    with a union: the property is absent, or it is present and the dependency holds. Properties that
+    depend on each other share one union. If `objects_only` is False, a dependency that is a schema
+    always needs a union, because the schema must not constrain values of other types. Raise
+    `NoExactForm` if there are too many unions.
     """
     name_lists: dict[str, list[str]] = {}
     parts: list[Any] = []
@@ -154,13 +154,14 @@ def _name_pattern(names: Any, excluded: Collection[str] = ()) -> str:
 def property_count(schema: SchemaObject) -> tuple[list[Any] | None, bool]:
     """Return schemas whose union is equivalent to ``minProperties`` and ``maxProperties``.
 
-    The second result is whether the schemas exclude valid objects. The union has one option for
-    each set of optional properties that may be present together. Outputs may repeat a name that is
-    not listed in ``properties``, so at most one unlisted property is counted.
+    There is one schema for each set of optional properties that may be present together. The list
+    is empty if the bounds always hold. It is None if no listed property is optional; the two
+    keywords can then be kept.
 
-    The list is empty if the bounds always hold. It is None if the two keywords can be kept, because
-    no listed property is optional. Raise `NoExactForm` if there are too many combinations, or if
-    objects need several unlisted properties.
+    The second result is whether the schemas exclude valid objects. An output may repeat a name that
+    is not listed in ``properties``, so the schemas count at most one unlisted property. Raise
+    `NoExactForm` if there are too many combinations, or if objects need several unlisted
+    properties.
     """
     low = int(schema.get("minProperties", 0))
     high = schema.get("maxProperties")

@@ -141,7 +141,8 @@ class Rewriter:
     def rewrite_document(self, root: SchemaObject) -> SchemaObject:
         """Rewrite the document, and add copies of reference targets to its definitions."""
         new: SchemaObject = self.rewrite(root, "#", JSON_TYPES)
-        # The list grows during the loop, because rewriting a copy may add further targets.
+        # The list grows during the loop: the copy of a target may contain references to further
+        # targets.
         for pointer in self._aliased_pointers:
             target = self.references.resolve(f"#{pointer}")
             copy = self.rewrite(target, f"#{pointer}", JSON_TYPES)

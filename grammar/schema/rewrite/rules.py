@@ -64,9 +64,9 @@ def _one_of(rewriter: Rewriter, value: Any, site: Site) -> None:
     for index, part in enumerate(value):
         option = rewriter.rewrite(part, f"{site.at}/oneOf/{index}", site.types)
         rewritten.append(option)
-    # A rewritten option may exclude some values that the original option allows. The other options
-    # must not allow these values either. If rewriting has excluded any values, overlaps are
-    # therefore computed from the original options.
+    # A value that two original options allow is invalid, even if rewriting has excluded it from one
+    # of them. If rewriting has excluded any values, overlaps are therefore computed from the
+    # original options.
     complete = rewritten if len(rewriter.narrowed) == narrowed_before else value
     base = {key: site.out[key] for key in site.out if key not in _NOT_ABOUT_VALUES}
     overlaps = _overlaps(rewriter, complete, base)
@@ -158,10 +158,10 @@ def _exclude(
 ) -> Any:
     """Return a schema that excludes the values of the second option of `pair` from the first.
 
-    The options are those of a ``oneOf``. The result only matters for values that satisfy the first
-    option and the schema `base`, because the caller combines it with both. It allows all values of
-    the JSON types for which the two options are disjoint. `names` are all properties that objects
-    can have; None if they can have any name.
+    The options are those of a ``oneOf``. The caller combines the result with the first option and
+    the schema `base`, so the result only matters for values that satisfy both. If no value of a
+    JSON type satisfies both options, the result allows all values of this type. `names` are all
+    properties that objects can have; None if they can have any name.
 
     If a part of the second option's complement cannot be expressed, the result does not allow the
     values of this part, and the function appends the error to `omitted`.
