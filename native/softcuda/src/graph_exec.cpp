@@ -97,8 +97,9 @@ bool has_kernel(const std::vector<FlatNode>& flat) {
   return false;
 }
 
-// Creates the work of a conditional node. `top` is the program of the whole graph. It receives the
-// value that the node's condition has when a launch of `top` begins (INVARIANTS.md N3).
+// Creates the work of a conditional node. `top` is the program of the whole graph. When a launch of
+// `top` begins, it sets the node's condition to the default value of the handle or, if there is
+// none, to a pseudorandom value (INVARIANTS.md N3).
 Work conditional_work(const FlatNode& node, Program* top) {
   auto work = std::make_shared<ConditionalWork>();
   work->type = node.condition_type;
@@ -162,9 +163,9 @@ std::vector<FlatNode> flatten(const Graph& graph, References* references) {
 
 }  // namespace
 
-// Makes the nodes of a conditional body run one after another (SOFTCUDA_BODY). Each node stays
-// behind the nodes on which it depends. Of the nodes that could run next, the first one in the
-// definition is chosen or, with `reverse`, the last one.
+// Makes the nodes of a conditional body run one after another (SOFTCUDA_BODY). Each node runs after
+// the nodes on which it depends. Of the nodes that could run next, the first one in the definition
+// is chosen or, with `reverse`, the last one.
 static void run_in_sequence(Program* body, bool reverse) {
   std::vector<unsigned> order;
   std::set<unsigned> ready(body->roots.begin(), body->roots.end());

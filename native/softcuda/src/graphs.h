@@ -156,7 +156,8 @@ CUgraphNodeType type_of(WorkKind kind);
 const char* type_name(CUgraphNodeType type);
 // Refuses the call if a stream is capturing into the graph.
 void require_not_capturing(const Graph& graph);
-// Refuses the call if the graph is a conditional body or was moved into a parent graph.
+// Refuses the call if the graph is a conditional body, or a child graph that was moved into its
+// parent graph (INVARIANTS.md G7).
 void require_standalone(const Graph& graph);
 std::shared_ptr<Graph> clone_graph(const Graph& graph);
 // Replaces the child graph of a child graph node with a clone of `child`.

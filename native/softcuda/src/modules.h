@@ -23,8 +23,8 @@ struct Function {
   // at its first launch. The soft device has loaded it already and only tracks this state. With
   // CUDA_MODULE_LOADING=EAGER, the state is true from the start.
   std::atomic<bool> loaded{!settings().lazy_loading};
-  // Limit of dynamic shared memory in bytes, which cuFuncSetAttribute can raise: at first, 48 KiB
-  // less the static shared memory, if this is known.
+  // Limit of dynamic shared memory in bytes. Initially 48 KiB minus the static shared memory, if
+  // its size is known; cuFuncSetAttribute can raise it.
   std::atomic<int> max_dynamic_shared{48 * 1024};
   // Preferred shared memory in percent; -1: no preference. It has no effect.
   std::atomic<int> carveout{-1};

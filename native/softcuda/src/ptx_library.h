@@ -33,7 +33,8 @@ struct AccessLog {
   AccessLog(const AccessLog&) = delete;
   AccessLog& operator=(const AccessLog&) = delete;
   softcuda_ptx_log* const log;
-  // Whether the host knows that the kernel is complete, so that all later launches see its writes.
+  // Whether the host has seen that the kernel is complete. All later launches then see its writes,
+  // so their accesses need no check against this log.
   std::atomic<bool> known{false};
 };
 // Returns an empty log for the accesses of a kernel that is launched on a stream; null if no

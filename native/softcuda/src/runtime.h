@@ -23,8 +23,9 @@
 namespace softcuda {
 
 // ---- settings --------------------------------------------------------------------------------
-// The order in which the nodes of a conditional body run: as their dependencies allow, or one after
-// another, in the order or in the reverse order of the branches.
+// The order in which the nodes of a conditional body run (SOFTCUDA_BODY): concurrently, as their
+// dependencies allow, or one after another. Of the nodes that could run next, `serial` then chooses
+// the one that was added first, `reverse` the one that was added last.
 enum class BodyOrder { concurrent, serial, reverse };
 
 // Values of the environment variables that README.md lists. They are read once, on first use.

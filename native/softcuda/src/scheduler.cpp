@@ -42,8 +42,8 @@ void add_dependency(Op* op, const OpRef& dependency) {
   op->pending.fetch_add(1, std::memory_order_relaxed);
 }
 
-// Records that the host has seen the completion of an operation, so that all launches after this
-// call see the operation's writes.
+// Records that the host has seen the completion of an operation. All later launches then see the
+// operation's writes, so their accesses need no check against its log.
 void know_complete(const Op& op) {
   if (op.log) op.log->known.store(true, std::memory_order_relaxed);
   if (op.event_log) op.event_log->known.store(true, std::memory_order_relaxed);
@@ -93,12 +93,13 @@ std::shared_ptr<Stream> find_stream(CUstream handle) {
   return streams.find(handle);
 }
 
-// Adds to `op` the log of the kernel that may still run until `op` executes griddepcontrol.wait
-// (INVARIANTS.md P13). This is the preceding kernel of the stream, if the launch is programmatic,
-// or the kernel whose programmatic event the stream waits for. `between` is the number of the last
-// operation of another stream for which `op` waits because of the legacy stream (INVARIANTS.md S4).
-// If that operation was enqueued after `tail`, no log is added: the operation waits for `tail`, so
-// `tail` is complete before `op` starts. The caller holds the scheduler's mutex.
+// If `op` is a kernel, creates its access log, and adds to `op->unordered` the log of the kernel
+// that may still run until `op` executes griddepcontrol.wait (INVARIANTS.md P13). This is the
+// preceding kernel of the stream, if the launch is programmatic, or the kernel whose programmatic
+// event the stream waits for. `between` is the number of the last operation of another stream for
+// which `op` waits because of the legacy stream (INVARIANTS.md S4). If that operation was enqueued
+// after `tail`, nothing is added to `op->unordered`: the operation waits for `tail`, so `tail` is
+// complete before `op` starts. The caller holds the scheduler's mutex.
 static void note_programmatic_order(Op* op, const OpRef& tail, const OpRef& after,
                                     uint64_t between) {
   if (after) op->event_log = after.get()->log;
@@ -321,7 +322,8 @@ bool begin_wait(Op* op) {
   return false;
 }
 
-// Returns a value for a condition without a default: pseudorandom, and 0 half of the time.
+// Returns a pseudorandom value for a condition without a default value. About half of the returned
+// values are 0.
 unsigned undefined_value() {
   static std::atomic<uint64_t> calls{0};
   uint64_t x = calls.fetch_add(1, std::memory_order_relaxed) * 0x9e3779b97f4a7c15u;
