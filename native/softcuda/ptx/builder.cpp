@@ -706,8 +706,9 @@ void Builder::emit_body(Instance& instance, const Call& call, const Function& f,
 }
 
 // Adds a recursive call. The called function is active_[outer], and the call is inside its inlined
-// copy. At run time, the call saves the state of the active copies from number `outer` on, and
-// jumps to the beginning of copy `outer` (recursion.cpp).
+// copy. At run time, the call saves the thread's registers and the parameter memory of the copies
+// from instances_[outer] to the innermost one, and jumps to the beginning of instances_[outer]
+// (recursion.cpp).
 void Builder::emit_recursive_call(Instance& instance, const Call& call, size_t outer) {
   constexpr int32_t kFrameBytes = 32;  // stack bytes counted for the return address and registers
   Instance& called = *instances_[outer];
@@ -766,7 +767,8 @@ static bool fits(const Function& f, size_t arguments, size_t results) {
 
 // Adds an indirect call: inlines all functions that it may call and adds a branch to one of them.
 // These are the functions in the call's .calltargets list. Without a list, they are all functions
-// whose address is taken and whose numbers of arguments and results match.
+// whose address is taken and whose numbers of arguments and results match, except those in whose
+// inlined copy the call is.
 void Builder::emit_indirect_call(Instance& instance, const Call& call, unsigned depth) {
   const std::vector<Operand>& operands = call.statement.operands;
   std::vector<const Function*> candidates;
