@@ -182,7 +182,8 @@ class GuidedDecoder:
         self._last_published = 0  # last replay that was published or skipped
         self._last_with_steps = 0  # last replay that was published
         self._skipped: set[int] = set()  # numbers of skipped replays that have not been retired
-        # Requests of retired replays whose matcher a worker thread still uses.
+        # Late requests: their replay has been retired, but a worker thread still uses their
+        # matcher.
         self._late: list[GuidedRequest] = []
         self._in_flight: dict[int, tuple[GuidedRequest, ...]] = {}  # requests by replay number
         self._owners: dict[int, GuidedRequest] = {}  # latest request of each slot
@@ -262,7 +263,7 @@ class GuidedDecoder:
         if replay not in self._in_flight:
             raise GuideError(f"replay {replay} is not in flight")
         self._worker.retire(replay)
-        # A worker thread may still use the matcher of a late request after the replay is retired.
+        # Keep the requests whose matchers a worker thread still uses.
         requests = (*self._late, *self._in_flight.pop(replay))
         self._late = [request for request in requests if self._worker.busy(request.slot)]
 

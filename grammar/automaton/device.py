@@ -208,7 +208,7 @@ class DeviceAutomata:
     # Requests -----------------------------------------------------------------------------------
 
     def join(self, lane: Lane, slot: int, epoch: int, matcher: Matcher) -> bool:
-        """Promote the request of a slot if possible.
+        """Move the grammar state of a slot's request to the device (promote it), if possible.
 
         Parameters
         ----------
@@ -422,9 +422,9 @@ class DeviceAutomata:
         )
 
     def _add_fill(self, lane: Lane, step: str, row_slot: DeviceArray, num_rows: int = 1) -> None:
-        """Add the kernel that fills the mask rows requested by the kernel of a step.
+        """Add the kernel that fills the mask rows that the previous kernel of a step has listed.
 
-        `num_rows` is the maximum number of mask rows that the step requests per batch row.
+        `num_rows` is the maximum number of mask rows per batch row.
         """
         args = [
             self._items,

@@ -24,10 +24,10 @@ class BoundedBackend(GrammarBackend, Protocol):
     """
 
     def compile_call(self, spec: Spec) -> Call:
-        """Return the call that resolves, checks and compiles a grammar in a child process.
+        """Return the call with which a child process compiles a grammar.
 
-        The call raises `UnsupportedFormatError` for a structural format that this backend cannot
-        enforce.
+        The call also converts the grammar to the form of this backend and checks it. It raises
+        `UnsupportedFormatError` for a structural format that this backend cannot enforce.
         """
 
     def load(self, spec: Spec, result: Any) -> CompiledGrammar:

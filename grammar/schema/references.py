@@ -23,8 +23,9 @@ def pointer_steps(pointer: str) -> list[str]:
 class References:
     """Local references of one schema document.
 
-    If `nested` is set, a subschema has a base URI of its own. No reference of the document is then
-    treated as local, because references inside the subschema may be relative to that URI.
+    The attribute `nested` is True if a subschema has a base URI of its own. No reference of the
+    document is then treated as local, because references inside the subschema may be relative to
+    that URI.
     """
 
     def __init__(self, root: Any):

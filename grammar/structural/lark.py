@@ -370,8 +370,8 @@ class _Lowering:
         `free` is the piece of the free text, and `name` is the type of the format.
         """
         following = [self.joiner.sequence([free, *part]) for part in parts]
-        # Each part begins with free text, and so does the end of the loop. The lexer
-        # distinguishes them by the trigger after the free text.
+        # Free text begins each part, and also follows the last part. The lexer distinguishes the
+        # two by the trigger after the free text.
         either = self.joiner.alternatives(following, name, check=False)
         if either.terminal:
             return Piece(f"({either.text})*", name)

@@ -87,8 +87,8 @@ def constant(text: str) -> Piece:
 def overlap(texts: Iterable[str]) -> tuple[str, str] | None:
     """Return two of `texts` of which one contains the other, or begins with the other's end.
 
-    Both may be the same text. Return None if no texts overlap. Of texts without overlap, the one
-    that begins first in a longer text also ends first.
+    Both may be the same text. Return None if no texts overlap; of two occurrences in a longer text,
+    the one that begins first then also ends first.
     """
     for a, b in itertools.product(dict.fromkeys(texts), repeat=2):
         if a != b and b in a:
@@ -299,7 +299,8 @@ def _starts(pieces: Sequence[Piece]) -> frozenset[str] | None:
 
     Several tags can begin with the same token or text, so the returned texts include the start of
     the next piece, which distinguishes the tags. If the first piece is a text, only one character
-    of the next piece is included, because the lexer must not go on into a longer terminal.
+    of the next piece is included: if a longer terminal also continues with this character, the
+    greedy lexer reads that terminal, whatever follows.
     """
     first = pieces[0]
     if len(pieces) == 1:
@@ -315,9 +316,10 @@ def _starts(pieces: Sequence[Piece]) -> frozenset[str] | None:
 
 
 def _last_pieces(pieces: Sequence[Piece]) -> list[Piece]:
-    """Return the pieces that can be the last non-empty one in a match of a sequence.
+    """Return the pieces of a sequence after which all other pieces can be empty.
 
-    The lexer sees where each piece ends, so only these pieces can continue a match of the sequence.
+    A match of the sequence ends with one of them. The lexer sees where the earlier pieces end, so
+    only these pieces determine how a match can be extended.
     """
     found = []
     for piece in reversed(pieces):

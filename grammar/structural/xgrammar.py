@@ -60,7 +60,7 @@ def xgrammar_format(
 
 
 def _has_free_text(form: Format) -> bool:
-    """Return whether a format has free text that a tag around the format ends."""
+    """Return whether a format has free text that ends where a tag around the format ends."""
     if form["type"] in ("any_text", "triggered_tags", "dispatch"):
         return True
     if form["type"] == "tag":
@@ -75,8 +75,8 @@ def _ends_early(ends: Sequence[str]) -> str:
     """Return one of `ends` whose occurrence can hide an earlier end; empty if there is none.
 
     `ends` are the texts that can end a tag's free text. XGrammar allows free text that contains
-    none of them, followed by one of them. An earlier end then goes unnoticed if it begins in the
-    free text and overlaps with the final end, or if it lies within the final end.
+    none of them, followed by one of them. It does not notice an earlier end that begins in the free
+    text and ends within the final end, or that is a part of the final end.
     """
     for end in ends:
         for length in range(1, len(end)):

@@ -19,15 +19,17 @@
 //    stop token. A stop token that a grammar names is legal only as the last token of the grammar,
 //    because it ends the request.
 // 5. LLGuidance caches the last mask and returns it again for a state whose parser row and lexer
-//    state have the same numbers. In release 1.9.1, rollback does not invalidate this cache. A row
-//    that is computed after an undone row of the same number may therefore get the mask of the
-//    undone row. States on the path to the state of the cached mask are safe, because equal row
-//    numbers mean the same row there. On a path that forks off before that state, a mask that
-//    equals the cached one may be wrong. The matcher then computes a mask at or before the fork,
-//    which replaces the cached mask, and computes the mask in question again. If the grammar has
-//    ended, LLGuidance does not cache the mask that it computes. A mask that allows a token with
-//    text is certainly cached, because the grammar has not ended. After any other mask, it is not
-//    known whether LLGuidance has cached this mask or still has the previous one.
+//    state have the same numbers. In release 1.9.1, rollback does not invalidate this cache. If
+//    other tokens are accepted after a rollback, a new parser row can have the number of an undone
+//    row, and LLGuidance may return the mask of the undone row. This cannot happen in states on the
+//    path of tokens to the state of the cached mask, because equal row numbers mean the same row
+//    there. On a path that forks off before that state, a mask that equals the cached one may be
+//    wrong. The matcher then computes a mask at or before the fork, which replaces the cached mask,
+//    and computes the mask in question again.
+//    If the grammar has ended, LLGuidance does not cache the mask that it computes. A mask that
+//    allows a token with text is certainly cached, because the grammar has not ended. After any
+//    other mask, it is not known whether LLGuidance has cached this mask or still has the previous
+//    one.
 // 6. If no token is legal, LLGuidance refuses all further calls. rollback() then makes another copy
 //    of the start state, which consumes the accepted tokens again. It does the same if the grammar
 //    has lexemes that LLGuidance cannot roll back.
@@ -179,7 +181,7 @@ class Tokenizer {
  public:
   // `bytes` is the concatenation of all tokens' texts. The text of token i has lengths[i] bytes
   // (0: no text). The text of a special token is a byte 0xFF and its name. Any tokenization of a
-  // text is legal. Throws std::runtime_error with LLGuidance's message.
+  // text is legal. Throws std::runtime_error if an argument is invalid or LLGuidance refuses it.
   Tokenizer(const std::vector<uint32_t>& lengths, const std::string& bytes,
             const std::vector<uint32_t>& stop_ids)
       : vocab_size_(static_cast<int64_t>(lengths.size())), text_((lengths.size() + 31) / 32) {

@@ -124,14 +124,14 @@ enum class Task : int32_t {
 // Work order: the work of a slot in one grammar step. It contains copies of all inputs, because the
 // device may overwrite the inputs while a thread serves the order.
 //
-// `j` is the number of the draft or of the tree level that the step works on. For a lattice probe,
-// it is the maximum number of drafts. The tree of the drafts has `drafts` nodes in addition to node
+// `j` is the number of the draft or of the tree level that the step works on. For kProbeLattice, it
+// is the maximum number of drafts. The tree of the drafts has `drafts` nodes in addition to node
 // 0: node i has the token draft[i - 1], the parent parent[i] < i and the depth depth[i].
 //
-// The vector `candidate` contains candidate ids for a probe; the number `candidates` depends on the
-// kind of probe. A chain probe has one list of `candidates` ids. A tree probe has one list for each
-// of `candidates` nodes, and a lattice probe for each of `candidates` levels, one list after the
-// other. For a lattice probe, `share` has the probability of each candidate.
+// The vector `candidate` contains the ids to test. For kProbeChain, it is one list of `candidates`
+// ids. For kProbeTree, there is one list for each of `candidates` nodes, and for kProbeLattice one
+// for each of `candidates` levels; the lists follow each other. For kProbeLattice, `share` has the
+// probability of each candidate.
 struct Order {
   Commit commit;
   Task task = Task::kNone;

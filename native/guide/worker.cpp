@@ -390,9 +390,9 @@ void Worker::read_commit(Slot& slot, bool idle, int64_t latest) noexcept {
   const int32_t count = committed->count;
   const bool is_valid = replay <= latest;
   if (idle && slot.work.ended) {
-    // The work order failed after the device had used the rows that were stamped before. Stamp the
-    // error again at the position that the device has reached, because the device ignores rows of
-    // other positions.
+    // The slot has failed, but the device could still use its rows that were stamped before and has
+    // moved on. Stamp the error again at the device's new position, because the device ignores rows
+    // of other positions.
     if (assignment.stamped[0] == ROW_ERROR && is_valid && count > 0) {
       assignment.committed_replay = replay;
       assignment.position += count;

@@ -169,16 +169,16 @@ class Worker {
   // makes one order slow.
   static constexpr int64_t kMaxSlow = 20;
 
-  // Maximum time, as a multiple of the budget, that a step waits for pool threads without processor
-  // time.
+  // Maximum time, as a multiple of the budget, that a step waits for pool threads that get no
+  // processor time.
   static constexpr int64_t kPatience = 200;
 
   // Number of bytes by which late work orders of a request may increase the resident memory.
   static constexpr int64_t kMaxMemory = int64_t{256} << 20;
 
-  // `threads` is the number of threads that serve the slots of a step. If there is no budget, this
-  // number includes the thread that runs the step. OrderServer describes `forced` and
-  // `follow_forced`.
+  // `ring` is the maximum number of replays that are published but not retired. `threads` is the
+  // number of threads that serve the slots of a step. If there is no budget, this number includes
+  // the thread that runs the step. OrderServer describes `forced` and `follow_forced`.
   Worker(const Exchange& exchange, int ring, int threads, const Budget& budget,
          std::shared_ptr<const Forced> forced, bool follow_forced);
   ~Worker();

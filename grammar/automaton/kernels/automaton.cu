@@ -117,7 +117,8 @@ __device__ __forceinline__ void request_row(const Slot& slot, AutomatonSlot& own
   own.filled[j] = 1;
 }
 
-// Returns the grammar state of a batch row's request; null if the request is not promoted.
+// Returns the grammar state of a batch row's request. Returns null if the state is not on the
+// device (the request is not promoted).
 __device__ __forceinline__ AutomatonSlot* state_of(const Advance& a, int b) {
   const int index = a.row_slot[b];
   if (index < 0 || !a.slots[index].active) return nullptr;

@@ -260,8 +260,8 @@ class _RuleBuilder:
         """Return the rule body for values that satisfy one of `options` and all schemas in `rest`.
 
         `options` are the schemas of an ``anyOf``. Each option becomes an alternative of the rule,
-        except that the options that need no Lark rules share one JSON part. Return None if there
-        are no such values.
+        except that the options that need no Lark rules share one JSON part (``%json``). Return None
+        if there are no such values.
         """
         if len(options) > _MAX_OPTIONS:
             raise NoExactForm("anyOf", f"more than {_MAX_OPTIONS} options ({len(options)})")

@@ -23,7 +23,8 @@ from graft.grammar.spec import Whitespace
 
 __all__ = ["KNOWN", "JsonParts"]
 
-#: Keywords that a JSON part may have, besides ``$ref``, ``anyOf``, ``allOf`` and ``oneOf``.
+#: Keywords that the schema of a JSON part may have, besides ``$ref``, ``anyOf``, ``allOf`` and
+#: ``oneOf``.
 KNOWN = (
     OBJECTS
     | ARRAYS
@@ -41,11 +42,11 @@ _StripKey = tuple[int, tuple[str, ...]]  # id of a schema object, removed keywor
 
 
 class JsonParts:
-    """Converts parts of the schema document `root` to JSON parts.
+    """Converts parts of the schema document `root` to JSON parts (``%json`` expressions).
 
     With `check_satisfiable`, the method `json_part` checks with LLGuidance whether each JSON part
-    is satisfiable, which takes time. The errors in `excluded` name the valid values that the JSON
-    parts exclude.
+    is satisfiable, which takes time. The attribute `excluded` collects errors that name the valid
+    values that the JSON parts exclude.
     """
 
     def __init__(self, root: Any, whitespace: Whitespace, check_satisfiable: bool):

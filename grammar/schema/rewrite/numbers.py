@@ -179,7 +179,7 @@ class Numbers:
             return Restricted({}, {}, empty=True)
         low, high = _within_64_bits(low, high, is_integer, narrowed)
         # LLGuidance writes multiples of 0.25 with two decimals. Near a fractional bound, and
-        # between -1 and 0, it may end numbers after one decimal, so multiples are missing there.
+        # between -1 and 0, it may allow one decimal only, so that some multiples are missing.
         is_split = any(bound.value.denominator > 1 for bound in (low, high) if bound)
         is_listed = low and high and high.value - low.value < _MAX_MULTIPLES * step
         if not _is_power_of_ten(step) and not (is_split and is_listed):
@@ -215,7 +215,7 @@ class Numbers:
         return sign * bound.value >= 0 and self._gap(bound, sign) < 1
 
     def _gap(self, bound: _Bound, sign: int) -> Fraction:
-        """Return the distance from a bound to the next of `_bounds` towards the valid numbers.
+        """Return the distance from a bound to the nearest of `_bounds` that the bound allows.
 
         Return 1 if there is none. `sign` is 1 for lower bounds and -1 for upper bounds.
         """

@@ -240,7 +240,7 @@ class Rewriter:
         return value
 
     def _restrict_numbers(self, site: Site) -> None:
-        """Replace bounds, multiples and listed values that LLGuidance would enforce inexactly."""
+        """Replace bounds, ``multipleOf`` and ``enum`` that LLGuidance would enforce inexactly."""
         out = site.out
         for keyword in ("const", "enum"):
             if keyword not in out:
@@ -329,8 +329,9 @@ Rule = Callable[[Rewriter, Any, Site], None]
 def _make_adjacent(out: SchemaObject, first: str, second: str) -> None:
     """Move the keyword `second` directly after `first` if `out` has a keyword of `_APPLICATORS`.
 
-    LLGuidance reads the keywords between two keywords of `_APPLICATORS` as a separate schema. Such
-    a keyword between `first` and `second` would therefore separate them.
+    The keywords of `_APPLICATORS` divide a schema: LLGuidance reads the keywords between two of
+    them as a separate schema. One of them between `first` and `second` would therefore separate the
+    two.
     """
     if first not in out or second not in out or not _APPLICATORS & out.keys():
         return

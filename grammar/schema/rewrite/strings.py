@@ -1,4 +1,7 @@
-"""Build the patterns that replace ``pattern``, ``format`` and the exclusion of certain strings."""
+"""Build patterns that LLGuidance can enforce.
+
+They replace the keywords ``pattern`` and ``format``, or match all strings except given ones.
+"""
 
 from __future__ import annotations
 
@@ -230,10 +233,10 @@ def none_of(excluded: Iterable[str]) -> str:
 
 
 def _complement(node: dict) -> str:
-    """Return a pattern of the continuations that do not complete a word.
+    """Return a pattern of the texts that do not complete an excluded word.
 
-    `node` is the node of the prefix tree at which the continuations start. A node maps each next
-    character to a node. The key ``""`` marks the end of a word.
+    `node` is the node of the prefix tree for the characters before these texts. A node maps each
+    next character to a node. The key ``""`` marks the end of a word.
     """
     chars = [char for char in node if char]
     options = []
