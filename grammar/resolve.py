@@ -315,7 +315,7 @@ def _resolve_format(spec: Spec, name: str) -> ResolvedGrammar:
     rules = ""
     try:
         require_usable(name)
-        resolved = convert_format(form, functools.partial(_with_routed_schema, spec, name))
+        resolved = convert_format(form, functools.partial(_with_resolved_schema, spec, name))
         if name == "llguidance":
             rules = lark_text(resolved, spec.whitespace)
         else:
@@ -325,7 +325,7 @@ def _resolve_format(spec: Spec, name: str) -> ResolvedGrammar:
     return ResolvedGrammar(spec, name, resolved, rules=rules)
 
 
-def _with_routed_schema(spec: Spec, name: str, form: Format) -> Format:
+def _with_resolved_schema(spec: Spec, name: str, form: Format) -> Format:
     """Replace the schema of a ``json_schema`` format with the schema that the backend compiles.
 
     The result has the additional field ``text``, the schema as JSON text. Formats of other types
