@@ -42,17 +42,12 @@ class ChainSampler:
         """
         arrays = self._arrays
         batch = self._check(draft_logits, row_slot, j)
-        # If the grammar tests candidates, the kernel reads a mask row only after the grammar has
-        # rejected all of them. This is rare, so the row is read from host memory instead of being
-        # copied to the device in every replay.
-        exchange = arrays.exchange
-        masks = exchange.host_masks if arrays.mode.probes else exchange.device_masks
         args = [
             draft_logits,
             *arrays.draft_vocab_args,
             row_slot,
             j,
-            masks,
+            arrays.exchange.device_masks,
             arrays.state.tables,
             arrays.vocab_size,
             *arrays.drafting_args,

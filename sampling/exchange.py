@@ -18,7 +18,6 @@ from graft.cudagraph.driver.cstruct import read_numbers, read_struct
 from graft.cudagraph.driver.memory import PinnedArray, zeros
 from graft.cudagraph.driver.pinned import replay_word
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.lanes import Lane
 from graft.sampling.mode import RECORDS_HEADER, DraftMode
 
 __all__ = ["NUMBERS", "Exchange"]
@@ -47,8 +46,7 @@ class Exchange:
     host_masks
         int32 [rows, S, words]: mask rows as the grammar worker writes them.
     device_masks
-        int32 [rows, S, words]: copy in device memory that kernels read; `copy_masks_to_device`
-        updates it.
+        int32 [rows, S, words]: copy in device memory that kernels read; `MaskRows` updates it.
     committed, drafted, candidates
         int32 [S, ...]: the fields of ``Committed``, ``Drafted`` and ``Candidates``, followed by
         the ids.
@@ -123,18 +121,6 @@ class Exchange:
     def host_ptr(self) -> int:
         """Host address of the first word of slot 0."""
         return self.memory.host_ptr
-
-    def copy_masks_to_device(self, lane: Lane, first: int, end: int) -> None:
-        """Add to a lane the copy of mask rows from `host_masks` to `device_masks`, for all slots.
-
-        The copy contains the rows `first` to `end` (exclusive). The lane must be ordered after the
-        grammar step that writes these rows.
-        """
-        _, slots, words = self.host_masks.shape
-        offset = first * slots * words
-        host_masks = self.host_masks.view(offset, (end - first, slots, words))
-        device_masks = self.device_masks[first:end]
-        lane.copy(device_masks, host_masks, name=f"mask rows {first} to {end - 1}")
 
     def close(self) -> None:
         """Free the memory. The views must not be used afterwards."""

@@ -8,18 +8,18 @@ from graft.cudagraph.lanes import Lane
 from graft.sampling.arrays import SamplingArrays
 from graft.sampling.checks import expect
 from graft.sampling.kernels.loader import load
+from graft.sampling.state import MAX_DRAFTS
 
 __all__ = ["Proposals"]
 
-_BLOCK = 64
-
 
 class Proposals:
-    """Makes proposed token ids the drafts of a round. One thread handles one batch row."""
+    """Makes proposed token ids the drafts of a round."""
 
     def __init__(self, arrays: SamplingArrays) -> None:
         self._arrays = arrays
-        kernels = load(arrays.device, "proposals", _BLOCK)
+        self._block = min(arrays.block, MAX_DRAFTS)
+        kernels = load(arrays.device, "proposals", self._block)
         self._add_drafts = kernels["add_proposed_drafts"]
         self._forced = kernels["propose_forced"]
 
@@ -59,7 +59,6 @@ class Proposals:
             if array is not None:
                 self._check(array, batch)
         args = [
-            batch,
             row_slot,
             proposal,
             parents,
@@ -71,7 +70,7 @@ class Proposals:
             arrays.row_words,
             *arrays.exchange_args,
         ]
-        lane.kernel(self._add_drafts, -(-batch // _BLOCK), _BLOCK, args, name="proposed drafts")
+        lane.kernel(self._add_drafts, batch, self._block, args, name="proposed drafts")
 
     def forced(self, lane: Lane, row_slot: DeviceArray, proposal: DeviceArray) -> None:
         """Write the tokens that the grammar forces to `proposal`, an argument of `add_drafts`.
@@ -85,8 +84,8 @@ class Proposals:
         self._check(proposal, batch)
         exchange = arrays.exchange
         records = (arrays.state.array, exchange.memory, exchange.layout)
-        args = [batch, row_slot, arrays.draft_length, *records, proposal]
-        lane.kernel(self._forced, -(-batch // _BLOCK), _BLOCK, args, name="forced drafts")
+        args = [row_slot, arrays.draft_length, *records, proposal]
+        lane.kernel(self._forced, batch, self._block, args, name="forced drafts")
 
     def _check(self, proposal: DeviceArray, batch: int) -> None:
         expect("proposal", proposal, "int32", B=batch, K=self._arrays.draft_length)

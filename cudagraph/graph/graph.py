@@ -146,11 +146,14 @@ class GraphBase(ABC):
         """Raise OptionError if the graph is closed or was moved into another graph."""
         _ = self.handle
 
-    def lane(self, name: str) -> GraphLane:
+    def lane(self, name: str, *, urgent: bool = False) -> GraphLane:
         """Return the lane with this name; create it if it does not exist.
 
-        The first node of a lane depends on no other node. OptionError is raised for the name that
-        is reserved for counting launches (`_COUNTER_LANE`).
+        The first node of a lane depends on no other node. With `urgent`, the kernels that are added
+        to the returned lane have the highest priority by default, so that in executables
+        instantiated with ``priorities=True`` they do not have to wait for the blocks of a large
+        kernel. OptionError is raised for the name that is reserved for counting launches
+        (`_COUNTER_LANE`).
         """
         if name == _COUNTER_LANE:
             raise OptionError(
@@ -158,7 +161,7 @@ class GraphBase(ABC):
             )
         with self._lock:
             self._tails.setdefault(name, ())
-        return GraphLane(self, name)
+        return GraphLane(self, name, urgent)
 
     @property
     def lanes(self) -> list[str]:
@@ -618,9 +621,10 @@ class GraphMark:
 class GraphLane:
     """A lane that adds nodes to a graph. Created by :meth:`GraphBase.lane`."""
 
-    def __init__(self, graph: GraphBase, name: str) -> None:
+    def __init__(self, graph: GraphBase, name: str, urgent: bool = False) -> None:
         self.graph = graph
         self.name = name
+        self._urgent = urgent
 
     def kernel(
         self,
@@ -645,8 +649,11 @@ class GraphLane:
             Bytes of dynamic shared memory.
         priority
             Launch priority; lower values run first. It takes effect in executables that were
-            instantiated with ``priorities=True``.
+            instantiated with ``priorities=True``. The default depends on the lane, see
+            :meth:`GraphBase.lane`.
         """
+        if priority is None and self._urgent:
+            priority = nodes.highest_priority()
         dims = check_launch(kernel, grid, block, shared)
         packed = kernel.pack(args)
         kernel.allow_shared(shared)

@@ -6,7 +6,7 @@ from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.graph.graph import GraphLane, GraphMark
 from graft.grammar.automaton.device import DeviceAutomata
 from graft.grammar.decoder import GuidedDecoder
-from graft.sampling.exchange import Exchange
+from graft.sampling.mask_rows import MaskRows
 
 __all__ = ["GrammarSteps"]
 
@@ -17,14 +17,14 @@ class GrammarSteps:
     A step has two parts. First, the guided decoder fills mask rows on the host, and these rows are
     copied to the device. After that, kernels do the step for *promoted* requests, whose grammar is
     an automaton on the device, and fill their mask rows. The kernels run after the copy, because
-    the copy overwrites the mask rows of all slots.
+    the copy overwrites the mask rows of promoted requests too.
 
     Parameters
     ----------
     decoder
         Creates the host work; None: no steps run on the host.
-    exchange
-        Memory that contains the mask rows.
+    mask_rows
+        Copies mask rows to the device.
     automata
         Adds the kernels that do the steps of promoted requests; None: no request is promoted.
     row_slot
@@ -34,12 +34,12 @@ class GrammarSteps:
     def __init__(
         self,
         decoder: GuidedDecoder | None,
-        exchange: Exchange,
+        mask_rows: MaskRows,
         automata: DeviceAutomata | None,
         row_slot: DeviceArray,
     ):
         self._decoder = decoder
-        self._exchange = exchange
+        self._mask_rows = mask_rows
         self._automata = automata
         self._row_slot = row_slot
 
@@ -53,16 +53,17 @@ class GrammarSteps:
         num_rows
             Number of mask rows that the round can need.
         begun
-            Mark that the model lane reaches when slots have been assigned to batch rows. Only the
-            kernels for promoted requests have to wait for it.
+            Mark that the model lane reaches when slots have been assigned to batch rows. Kernels
+            have to wait for it, but not the guided decoder.
         name
             Node name of the step.
         """
         if self._decoder is not None:
             self._decoder.add(lane, self._decoder.open_work(), name=name)
-            self._exchange.copy_masks_to_device(lane, 0, num_rows)
+        lane.wait(begun)
+        if self._decoder is not None:
+            self._copy_rows(lane, 0, num_rows)
         if self._automata is not None:
-            lane.wait(begun)
             copied = self._decoder is not None
             self._automata.add_open(lane, self._row_slot, num_rows, copied=copied)
 
@@ -81,11 +82,12 @@ class GrammarSteps:
         """
         if self._decoder is not None:
             self._decoder.add(lane, self._decoder.commit_work(), name=name)
-            self._copy_row(lane, row)
+            if row is not None:
+                self._copy_rows(lane, row, row + 1)
         if self._automata is not None:
             self._automata.add_commit(lane, self._row_slot, fill=row is not None)
 
-    def add_draft(self, lane: GraphLane, j: int, row: int | None, *, name: str) -> None:
+    def add_draft(self, lane: GraphLane, j: int, rows: range, *, name: str) -> None:
         """Add draft step `j`, see `graft.grammar.decoder.GuidedDecoder.draft_work`.
 
         Parameters
@@ -94,17 +96,17 @@ class GrammarSteps:
             Grammar lane, ordered after the kernel that writes the drafts or candidates.
         j
             Number of the draft or level.
-        row
-            Mask row that the step fills; None if it fills none.
+        rows
+            Mask rows that the step may fill and that the next drafts are sampled under.
         name
             Node name of the step.
         """
         if self._decoder is not None:
             self._decoder.add(lane, self._decoder.draft_work(j), name=name)
-            self._copy_row(lane, row)
+            if rows:
+                self._copy_rows(lane, rows.start, rows.stop)
         if self._automata is not None:
             self._automata.add_draft(lane, self._row_slot, j)
 
-    def _copy_row(self, lane: GraphLane, row: int | None) -> None:
-        if row is not None:
-            self._exchange.copy_masks_to_device(lane, row, row + 1)
+    def _copy_rows(self, lane: GraphLane, first: int, end: int) -> None:
+        self._mask_rows.copy_to_device(lane, self._row_slot, first, end)

@@ -157,7 +157,7 @@ class LoopGraph(RoundGraph):
         lane.kernel(self._kernels["loop_begin"], 1, _THREADS, args, name="loop begin")
         self._goes_on = condition(graph, 1, name="another round")
         body = while_(lane, self._goes_on, name="rounds")
-        return body.lane("model"), body.lane("grammar")
+        return body.lane("model"), body.lane("grammar", urgent=True)
 
     def _input_args(self) -> list[object]:
         """Return the arguments with which ``begin`` reads the slots in the body of the loop.

@@ -147,13 +147,13 @@ class DraftMasking:
         self._stamps.end("drafter extend")
         self._wait_for_step("wait for row 0", self.commit_name)
 
-    def _add_draft_step(self, j: int, name: str, row: int | None = None) -> None:
+    def _add_draft_step(self, j: int, name: str, rows: range) -> None:
         """Add draft step `j`, which starts when the model lane reaches this point.
 
-        `row` is the mask row that the step fills, or None.
+        `rows` are the mask rows that the step may fill and under which the next drafts are sampled.
         """
         self._request_step(name)
-        self._steps.add_draft(self._grammar_lane, j, row, name=name)
+        self._steps.add_draft(self._grammar_lane, j, rows, name=name)
         self._step_done = self._grammar_lane.record(f"{name}: done")
 
     def _request_step(self, name: str) -> None:
@@ -193,7 +193,7 @@ class FillMasking(DraftMasking):
 
     def after_draft(self, level: int) -> None:
         if level < self._levels:
-            self._add_draft_step(level, f"fill row {level}", row=level)
+            self._add_draft_step(level, f"fill row {level}", range(level, level + 1))
 
 
 class ProbeMasking(DraftMasking):
@@ -205,7 +205,9 @@ class ProbeMasking(DraftMasking):
         self._draft_sampler.candidates(self._model_lane, logits, self._feed.row_slot, level)
         self._end_drafter_part(level)
         name = f"probe {level}"
-        self._add_draft_step(level, name)
+        # If no candidate for a draft of a chain is legal, the step fills the draft's mask row.
+        rows = range(level - 1, level) if self._feed.branch == 1 else range(0)
+        self._add_draft_step(level, name, rows)
         self._wait_for_step(f"wait for row {level - 1}", name)
 
 
@@ -226,7 +228,9 @@ class LatticeProbeMasking(DraftMasking):
         logits = drafter.all_levels(feed)[: self._levels * feed.batch]
         sampler.chain.candidates(self._model_lane, logits, feed.row_slot, max_drafts)
         self._stamps.end("drafter extend")
-        self._add_draft_step(1, "lattice probe")
+        # If drafts are tokens that the grammar forces, the step fills the row after a chain.
+        rows = range(max_drafts) if feed.branch == 1 else range(0)
+        self._add_draft_step(1, "lattice probe", rows)
         self._wait_for_step("wait for drafts", "lattice probe")
         sampler.proposals.add_drafts(self._model_lane, None, feed.row_slot, max_drafts=max_drafts)
         return 0 if feed.branch > 1 else self._levels

@@ -215,7 +215,7 @@ class RoundGraph:
         )
         decoder = resources.decoder if has_host_steps else None
         self._grammar_steps = GrammarSteps(
-            decoder, resources.exchange, resources.automata, feed.row_slot
+            decoder, resources.sampler.mask_rows, resources.automata, feed.row_slot
         )
         self._add_target_forward(feed)
         self._add_verification(feed)
@@ -274,7 +274,7 @@ class RoundGraph:
 
     def _make_lanes(self) -> tuple[GraphLane, GraphLane]:
         """Return the model lane and the grammar lane of the round."""
-        return self.graphs[0].lane("model"), self.graphs[0].lane("grammar")
+        return self.graphs[0].lane("model"), self.graphs[0].lane("grammar", urgent=True)
 
     def _wait(self, mark: GraphMark) -> None:
         """Make the model lane wait for a mark of the grammar lane."""

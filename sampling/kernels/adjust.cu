@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   if (tid == 0) {
     scratch.token = ROW_NOT_READY;
     if (used) {
-      const RowStamp* stamp = stamp_of(exchange, layout, index, j);
+      const RowStamp stamp = read_stamp(exchange, layout, index, j);
       scratch.token = stamped_state(stamp, slots[index].epoch, position);
     }
     if (blockIdx.y == 0) row_state[r] = scratch.token;

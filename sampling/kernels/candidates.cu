@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   const int position = slot.n + draft + level;  // position of the draft
   if (position >= slot.limit) return;
   if (tid == 0) {  // one thread reads host memory
-    scratch.token = is_unconstrained(stamp_of(exchange, layout, index, 0), slot.epoch);
+    scratch.token = is_unconstrained(read_stamp(exchange, layout, index, 0), slot.epoch);
   }
   block_sync();
   if (scratch.token && layout.mode != DRAFT_MODE_TREE_LATTICE) {

@@ -1,40 +1,50 @@
 // Drafts that arrive all at once: a drafter's proposal, or the drafts that the grammar has chosen
 // from the candidates of all levels.
-//
-// One thread per batch row. Proposals are not trusted: ids that cannot be drafts are skipped, with
-// their descendants. Siblings with equal ids become one draft.
+#include "row.cuh"
 #include "slot.cuh"
 
-extern "C" __global__ void add_proposed_drafts(int batch, const int* row_slot, const int* proposal,
-                                               const int* parents, int columns, int max_drafts,
-                                               int vocab_size, Slot* slots, const RoundRow* rows,
-                                               int row_words, int* exchange,
-                                               const ExchangeLayout layout,
-                                               const int* replay_number) {
-  const int b = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  if (b >= batch || row_slot[b] < 0) return;
+// Makes proposed ids the drafts of a slot. One block per batch row. Its threads load the proposal,
+// because a load from host memory takes about a microsecond on a GPU; then one thread adds the
+// drafts.
+//
+// Proposals are not trusted: ids that cannot be drafts are skipped, with their descendants.
+// Siblings with equal ids become one draft.
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+    add_proposed_drafts(const int* row_slot, const int* proposal, const int* parents, int columns,
+                        int max_drafts, int vocab_size, Slot* slots, const RoundRow* rows,
+                        int row_words, int* exchange, const ExchangeLayout layout,
+                        const int* replay_number) {
+  __shared__ int ids[MAX_DRAFTS];
+  __shared__ int parent_of[MAX_DRAFTS];
+  const int tid = static_cast<int>(threadIdx.x);
+  const int b = static_cast<int>(blockIdx.x);
   const int index = row_slot[b];
+  if (index < 0) return;
   Slot& slot = slots[index];
   if (!is_drafting(slot, *round_row(rows, row_words, b), 1)) return;
-  const int* ids = proposal + b * columns;
-  const int* parent_of = parents == nullptr ? nullptr : parents + b * columns;
-  int count = columns;
-  if (proposal == nullptr) {
-    const Answer* answer =
-        reinterpret_cast<const Answer*>(record_of(exchange, layout, index, layout.answer));
-    ids = reinterpret_cast<const int*>(answer + 1);
-    parent_of = ids + layout.drafts;
-    count = answer->replay == *replay_number ? answer->id : 0;
+  const bool is_answer = proposal == nullptr;
+  const int* own_ids = is_answer ? answer_words(exchange, layout, index) : proposal + b * columns;
+  const int* own_parents = parents == nullptr ? nullptr : parents + b * columns;
+  if (is_answer) own_parents = own_ids + layout.drafts;
+  for (int i = tid; i < columns; i += BLOCK) {
+    ids[i] = own_ids[i];
+    parent_of[i] = own_parents == nullptr ? i : own_parents[i];
   }
+  int count = columns;
+  if (is_answer && tid == 0) {
+    const Answer answer = read_answer(exchange, layout, index);
+    count = answer.replay == *replay_number ? answer.id : 0;
+  }
+  block_sync();
+  if (tid != 0) return;
   int row_of[MAX_DRAFTS + 1];  // row of each proposed id; -1: skipped
   row_of[0] = 0;
   for (int i = 1; i <= count; ++i) {
     const int token = ids[i - 1];
-    const int proposed_parent = parent_of == nullptr ? i - 1 : parent_of[i - 1];
     row_of[i] = -1;
     if (token < 0 || token >= vocab_size) continue;
-    if (proposed_parent < 0 || proposed_parent >= i) continue;
-    const int parent = row_of[proposed_parent];
+    if (parent_of[i - 1] < 0 || parent_of[i - 1] >= i) continue;
+    const int parent = row_of[parent_of[i - 1]];
     if (parent < 0 || (parent > 0 && is_stop(slot, slot.drafts[parent - 1]))) continue;
     const int existing = child_of(slot, slot.draft_len, parent, token);
     if (existing != 0) {
@@ -52,15 +62,15 @@ extern "C" __global__ void add_proposed_drafts(int batch, const int* row_slot, c
 
 // Writes the tokens that the grammar forces to `proposal`, for each batch row. Element j - 1 is the
 // forced token of mask row j - 1, or -1 if the grammar forces none. The mask rows must have been
-// filled by this replay's grammar step for the committed tokens.
-extern "C" __global__ void propose_forced(int batch, const int* row_slot, int max_drafts,
-                                          const Slot* slots, const int* exchange,
-                                          const ExchangeLayout layout, int* proposal) {
-  const int b = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  if (b >= batch || row_slot[b] < 0) return;
+// filled by this replay's grammar step for the committed tokens. One block per batch row.
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+    propose_forced(const int* row_slot, int max_drafts, const Slot* slots, const int* exchange,
+                   const ExchangeLayout layout, int* proposal) {
+  const int b = static_cast<int>(blockIdx.x);
+  if (row_slot[b] < 0) return;
   const Slot& slot = slots[row_slot[b]];
-  for (int j = 0; j < max_drafts; ++j) {
+  for (int j = static_cast<int>(threadIdx.x); j < max_drafts; j += BLOCK) {
     proposal[b * max_drafts + j] =
-        forced_token(stamp_of(exchange, layout, row_slot[b], j), slot.epoch, slot.n + j);
+        forced_token(read_stamp(exchange, layout, row_slot[b], j), slot.epoch, slot.n + j);
   }
 }

@@ -135,14 +135,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   const bool leader = threadIdx.x == 0;
 
   if (leader) {  // one thread reads host memory
-    const RowStamp* stamp = stamp_of(exchange, layout, index, j - 1);
-    const Answer* answer =
-        reinterpret_cast<const Answer*>(record_of(exchange, layout, index, layout.answer));
-    const bool answered = probed && answer->replay == *replay_number && answer->draft == j;
-    known = answered ? answer->id : -1;
+    const RowStamp stamp = read_stamp(exchange, layout, index, j - 1);
+    const RowStamp first = read_stamp(exchange, layout, index, 0);
+    const Answer answer = read_answer(exchange, layout, index);
+    const bool answered = probed && answer.replay == *replay_number && answer.draft == j;
+    known = answered ? answer.id : -1;
     if (known < 0 && masked) known = forced_token(stamp, slot.epoch, position - 1);
     state = masked ? stamped_state(stamp, slot.epoch, position - 1) : ROW_FREE;
-    unconstrained = is_unconstrained(stamp_of(exchange, layout, index, 0), slot.epoch);
+    unconstrained = is_unconstrained(first, slot.epoch);
   }
   block_sync();
   int token = known;

@@ -82,11 +82,30 @@ struct Logprobs {
   float logprobs[MAX_LOGPROBS];
 };
 
-__device__ __forceinline__ const RowStamp* stamp_of(const int* exchange, const ExchangeLayout& x,
-                                                    int slot, int j) {
-  return reinterpret_cast<const RowStamp*>(exchange + static_cast<long long>(slot) * x.stride +
-                                           x.stamps) +
-         j;
+// Returns the stamp of mask row j. A load from host memory takes about a microsecond on a GPU, so
+// all fields are loaded at once.
+__device__ __forceinline__ RowStamp read_stamp(const int* exchange, const ExchangeLayout& x,
+                                               int slot, int j) {
+  static_assert(sizeof(RowStamp) == sizeof(int4), "one load reads a stamp");
+  const int* stamps = exchange + static_cast<long long>(slot) * x.stride + x.stamps;
+  const int4 words = reinterpret_cast<const int4*>(stamps)[j];
+  return {words.x, words.y, words.z, words.w};
+}
+
+// Returns the grammar's answer to the candidates of a slot. The words that follow the struct are
+// read separately.
+__device__ __forceinline__ Answer read_answer(const int* exchange, const ExchangeLayout& x,
+                                              int slot) {
+  static_assert(sizeof(Answer) <= sizeof(int4), "one load reads an answer");
+  const int* answer = exchange + static_cast<long long>(slot) * x.stride + x.answer;
+  const int4 words = *reinterpret_cast<const int4*>(answer);
+  return {words.x, words.y, words.z};
+}
+
+// Returns the words that follow the Answer record of a slot.
+__device__ __forceinline__ const int* answer_words(const int* exchange, const ExchangeLayout& x,
+                                                   int slot) {
+  return exchange + static_cast<long long>(slot) * x.stride + x.answer + sizeof(Answer) / 4;
 }
 
 __device__ __forceinline__ const unsigned int* mask_of(const int* masks, const ExchangeLayout& x,
@@ -118,10 +137,10 @@ __device__ __forceinline__ const RoundRow* round_row(const RoundRow* rows, int r
 // Returns the state of a mask row for the token after `position`: ROW_NOT_READY if the stamp
 // belongs to another request (epoch) or position. The state of all rows of a request without a
 // grammar is ROW_FREE at every position.
-__device__ __forceinline__ int stamped_state(const RowStamp* stamp, int epoch, int position) {
-  if (stamp->epoch != epoch) return ROW_NOT_READY;
-  if (stamp->state == ROW_FREE && stamp->detail != 0) return ROW_FREE;
-  return stamp->position == position ? stamp->state : ROW_NOT_READY;
+__device__ __forceinline__ int stamped_state(const RowStamp& stamp, int epoch, int position) {
+  if (stamp.epoch != epoch) return ROW_NOT_READY;
+  if (stamp.state == ROW_FREE && stamp.detail != 0) return ROW_FREE;
+  return stamp.position == position ? stamp.state : ROW_NOT_READY;
 }
 
 // Returns the entry of the row map for a forward row. It consists of the batch row b and the number
@@ -136,14 +155,14 @@ __device__ __forceinline__ int draft_row(int entry) { return entry & 0xffff; }
 
 // Returns whether the slot's request has no grammar. `first` is the stamp of the slot's mask row 0,
 // which does not change while a round drafts, unlike the stamps of the other mask rows.
-__device__ __forceinline__ bool is_unconstrained(const RowStamp* first, int epoch) {
-  return first->state == ROW_FREE && first->epoch == epoch && first->detail != 0;
+__device__ __forceinline__ bool is_unconstrained(const RowStamp& first, int epoch) {
+  return first.state == ROW_FREE && first.epoch == epoch && first.detail != 0;
 }
 
 // Returns the token that the grammar forces after `position`; -1 if it forces none.
-__device__ __forceinline__ int forced_token(const RowStamp* stamp, int epoch, int position) {
+__device__ __forceinline__ int forced_token(const RowStamp& stamp, int epoch, int position) {
   if (stamped_state(stamp, epoch, position) != ROW_READY) return -1;
-  return stamp->detail - 1;
+  return stamp.detail - 1;
 }
 
 __device__ __forceinline__ bool is_stop(const Slot& slot, int token) {

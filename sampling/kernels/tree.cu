@@ -32,18 +32,12 @@ __device__ __forceinline__ int fed_row(const TreeSize& tree, int level, int f) {
   return level == 1 ? 0 : (level - 2) * tree.branch + f + 1;
 }
 
-// Returns to all threads whether the grammar tests the candidates of a slot. One thread reads host
-// memory and broadcasts the result through `shared_word`, a word of shared memory.
+// Returns whether the grammar tests the candidates of a slot. Reads host memory, so only one thread
+// should call this function.
 __device__ __forceinline__ bool is_probed(const int* exchange, const ExchangeLayout& layout,
-                                          int index, const Slot& slot, int& shared_word) {
-  if (threadIdx.x == 0) {
-    shared_word = layout.mode == DRAFT_MODE_TREE_PROBE &&
-                  !is_unconstrained(stamp_of(exchange, layout, index, 0), slot.epoch);
-  }
-  block_sync();
-  const bool probed = shared_word != 0;
-  block_sync();
-  return probed;
+                                          int index, const Slot& slot) {
+  return layout.mode == DRAFT_MODE_TREE_PROBE &&
+         !is_unconstrained(read_stamp(exchange, layout, index, 0), slot.epoch);
 }
 
 // Finds the most likely ids after each parent of a level, and their log probabilities. For sampled
@@ -59,6 +53,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
                     const int* replay_number) {
   __shared__ Scratch scratch;
   __shared__ float drafted[MAX_DRAFTS];
+  __shared__ int probed;
   const int tid = static_cast<int>(threadIdx.x);
   const int fed = level == 1 ? 1 : tree.branch;
   const int r = static_cast<int>(blockIdx.x);
@@ -71,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   if (index < 0 || !is_drafting(slots[index], *round_row(rows, row_words, b), 1)) return;
   const Slot& slot = slots[index];
   const int position = slot.n + level;  // position of the draft
-  const bool probed = is_probed(exchange, layout, index, slot, scratch.token);
+  if (tid == 0) probed = is_probed(exchange, layout, index, slot);
+  block_sync();
   Candidates* head =
       reinterpret_cast<Candidates*>(record_of(exchange, layout, index, layout.candidate_ids));
   int* ids = reinterpret_cast<int*>(head + 1) + f * tree.candidates;
@@ -189,19 +185,26 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
               const float* others, int* child_token, int* child_parent, float* child_score,
               int* fed_as, int* chosen, const int* plan, int* exchange, const ExchangeLayout layout,
               const int* replay_number) {
-  __shared__ int shared_word;
-  __shared__ int best[MAX_DRAFTS];  // child that becomes each draft; -1: none
+  __shared__ int probed, answered;
+  __shared__ u32 tested[MAX_DRAFTS];  // for each node of the level, its legal candidates as bits
+  __shared__ int best[MAX_DRAFTS];    // child that becomes each draft; -1: none
   const int tid = static_cast<int>(threadIdx.x);
   const int b = static_cast<int>(blockIdx.x);
   const int index = row_slot[b];
   if (index < 0 || !is_drafting(slots[index], *round_row(rows, row_words, b), 1)) return;
   Slot& slot = slots[index];
-  const bool probed = is_probed(exchange, layout, index, slot, shared_word);
-  const Answer* answer =
-      reinterpret_cast<const Answer*>(record_of(exchange, layout, index, layout.answer));
-  if (tid == 0) shared_word = answer->replay == *replay_number && answer->draft == level;
+  const int count = level == 1 ? 1 : tree.branch;
+  // All of these loads from host memory are in flight at the same time.
+  if (layout.mode == DRAFT_MODE_TREE_PROBE) {
+    const int* words = answer_words(exchange, layout, index);
+    for (int f = tid; f < count; f += BLOCK) tested[f] = static_cast<u32>(words[f]);
+  }
+  if (tid == 0) {
+    const Answer answer = read_answer(exchange, layout, index);
+    probed = is_probed(exchange, layout, index, slot);
+    answered = answer.replay == *replay_number && answer.draft == level;
+  }
   block_sync();
-  const bool answered = shared_word != 0;
   int* token = child_token + b * tree.children;
   int* parent = child_parent + b * tree.children;
   float* total = child_score + b * tree.children;
@@ -209,13 +212,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   const float minus_infinity = __uint_as_float(0xff800000u);
 
   const int first = first_child(tree, level);
-  const int count = level == 1 ? 1 : tree.branch;
   for (int f = tid; f < count; f += BLOCK) {
     const int row = fed_row(tree, level, f);
     const int at = (b * tree.branch + f) * tree.candidates;
-    u32 legal = 0u;
-    if (!probed) legal = ~0u;
-    if (probed && answered) legal = reinterpret_cast<const u32*>(answer + 1)[f];
+    u32 legal = ~0u;
+    if (probed) legal = answered ? tested[f] : 0u;
     const int out = first + f * tree.branch;
     add_children(tree, top_id + at, top_value + at, others[b * tree.branch + f], legal, row,
                  row == 0 ? 0.0f : total[fed[row - 1]], token + out, parent + out, total + out);

@@ -21,9 +21,9 @@ from graft.models.round.prefill import CHUNK_SIZES
 def test_grammar_transport_uses_no_host_nodes(device, transport):
     """With the transports "mailbox" and "spinkernel", no graph has a host node.
 
-    The nodes of the transport have a higher priority than the model's kernels. Most model kernels
-    are connected by edges for programmatic dependent launch, which is the default on devices that
-    support it.
+    The nodes of the transport and the kernels that copy mask rows have a higher priority than the
+    model's kernels. Most model kernels are connected by edges for programmatic dependent launch,
+    which is the default on devices that support it.
     """
     priority = cu.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PRIORITY
     use_priority = cu.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
@@ -38,10 +38,11 @@ def test_grammar_transport_uses_no_host_nodes(device, transport):
             nodes = dict(zip(map(int, handles), graph.nodes, strict=False))
             kinds = {node.kind for node in nodes.values()}
             assert {"request", "wait"} <= kinds <= {"request", "wait", "copy", "kernel"}
+            assert "mask rows 0 to 0" in [node.name for node in nodes.values()]
             for handle, node in nodes.items():
                 if call(cu.cuGraphNodeGetType, handle) == kernels:
                     value = call(cu.cuGraphKernelNodeGetAttribute, handle, priority)
-                    assert value.priority == (0 if node.kind == "kernel" else first)
+                    assert value.priority == (0 if node.lane == "model" else first)
             sources, targets, data = call(cu.cuGraphGetEdges, graph.handle, 999)[:3]
             num_programmatic = 0
             for source, target, edge in zip(sources, targets, data, strict=True):

@@ -229,7 +229,7 @@ class TableRound:
             placed = self._begin(batch + self.places)
             b, j = np.divmod(placed.map.to_host(), 1 << 16)
         chosen = logits[b.ravel(), np.minimum(j, width - 1).ravel()]
-        self.exchange.copy_masks_to_device(self.lane, 0, width)
+        self.sampler.mask_rows.copy_to_device(self.lane, self.row_slot, 0, width)
         self.sample(self.upload(chosen), placed)
         self.sampler.verifier.verify(self.lane, placed, self.ring)
         if self.waits_for_kernels:
@@ -327,7 +327,7 @@ class TableRound:
 
     def draft(self, j: int, logits: np.ndarray | DeviceArray) -> None:
         """Sample draft j from logits [B, Vd]. After `candidates`, pass the same device array."""
-        self.exchange.copy_masks_to_device(self.lane, j - 1, j)
+        self.sampler.mask_rows.copy_to_device(self.lane, self.row_slot, j - 1, j)
         self.sampler.chain.draft(self.lane, self.upload(logits), self.row_slot, j)
         self.stream.synchronize()
 

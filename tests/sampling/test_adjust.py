@@ -169,7 +169,7 @@ def test_logit_adjustments_are_exact_and_change_no_other_row(make_round, block) 
         for j in range(DRAFTS + 1):
             r.write_mask(i, j, ref.MaskRow(ref.READY, slot.epoch, slot.n + j, everything))
     given = r.device.from_host(logits.reshape(-1, VOCAB), "float32")
-    r.exchange.copy_masks_to_device(r.lane, 0, r.width)
+    r.sampler.mask_rows.copy_to_device(r.lane, r.row_slot, 0, r.width)
     r.sampler.target.sample(r.lane, given, even_rows(r.device, r.row_slot, r.width))
     got = given.to_host().reshape(logits.shape)
     wanted = logits.copy()

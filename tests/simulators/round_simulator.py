@@ -127,7 +127,7 @@ def read_drafted(exchange: Exchange, slot: int) -> tuple[int, tuple[int, ...], t
 def publish_slots(ring: Ring, replay: int, slots: Sequence[int] | np.ndarray) -> None:
     """Publish the slot of each batch row of a replay, as the host does before the launch."""
     ring.reserve(replay)
-    ring.row("slot", replay)[:] = slots
+    ring.row("slot", replay)[: len(slots)] = slots
     ring.publish(replay)
 
 

@@ -152,7 +152,7 @@ MUTANTS = [
            "if (leader) atomicMax(&cross_block.best, best);",
            "if (leader && best > cross_block.best) cross_block.best = best;", TARGET, "race", ""),
     Mutant("test_drafts: every block of a row stores the result", SAMPLING + "verify.cu",
-           "  } else if (blockIdx.y > 0) {\n    return;  // all blocks", "    // all blocks",
+           "  } else if (blockIdx.y > 0) {\n    return;  // every block", "    // every block",
            VERIFY, "race", ""),
     Mutant("attention_split: two blocks write one part", LLM + "attention_split.cu",
            "for (int part = blockIdx.z; part < tile_parts; part += blocks) {",

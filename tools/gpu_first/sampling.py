@@ -41,15 +41,17 @@ class SamplingSetup:
         self._exchange.stamps["state"] = ROW_READY
         self._exchange.stamps["epoch"] = 1
         self._exchange.stamps["position"] = 8 + np.arange(ROWS_PER_REQUEST)
-        self._copy_masks()
         arrays = SamplingArrays(
             self.state, self._exchange, self._replay, token_limit=vocab, max_batch=BATCH
         )
         self.sampler = Sampler(arrays)
+        self._row_slot = session.device.from_host(np.arange(BATCH, dtype=np.int32))
+        self._copy_masks()
         self.ring = output_ring(session.device, 2, BATCH, DRAFTS)
 
     def _copy_masks(self) -> None:
-        self._exchange.copy_masks_to_device(StreamLane(self.session.stream), 0, ROWS_PER_REQUEST)
+        lane = StreamLane(self.session.stream)
+        self.sampler.mask_rows.copy_to_device(lane, self._row_slot, 0, ROWS_PER_REQUEST)
         self.session.stream.synchronize(LIMIT_S)
 
     def forbid(self, token: int) -> None:

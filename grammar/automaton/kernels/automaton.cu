@@ -57,12 +57,11 @@ __device__ inline void count_forced(const Advance& a, const RoundRow* row) {
   const int index = row->slot;
   if (index < 0) return;
   const int* ids = reinterpret_cast<const int*>(row + 1);
-  const RowStamp* stamps =
-      reinterpret_cast<RowStamp*>(record_of(a.exchange, a.layout, index, a.layout.stamps));
   const int num_drafts = row->count < row->tested ? row->count : row->tested;
   for (int i = 0; i < num_drafts; ++i) {
-    const bool current = stamps[i].epoch == a.states[index].epoch && stamps[i].state == ROW_READY;
-    if (current && stamps[i].detail == 1 + ids[i]) atomicAdd(&a.cache->forced, 1u);
+    const RowStamp stamp = read_stamp(a.exchange, a.layout, index, i);
+    const bool current = stamp.epoch == a.states[index].epoch && stamp.state == ROW_READY;
+    if (current && stamp.detail == 1 + ids[i]) atomicAdd(&a.cache->forced, 1u);
   }
 }
 

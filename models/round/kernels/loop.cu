@@ -30,7 +30,11 @@ extern "C" __global__ void loop_begin(const int* replay, const int* ring_rows, i
                                       int* row_slot, int* reserved) {
   const int first = replay_after(*replay);
   const int entry = static_cast<int>(static_cast<unsigned int>(first) % ring_entries);
-  const bool published = load_acquire_system(ring_stamp + entry * ring_stamp_stride) == first;
+  __shared__ int published;
+  if (threadIdx.x == 0) {
+    published = load_acquire_system(ring_stamp + entry * ring_stamp_stride) == first;
+  }
+  __syncthreads();
   if (threadIdx.x == 0) {
     const int max_rounds = published ? ring_max_rounds[entry * ring_max_rounds_stride] : 1;
     *loop = {first, published ? first : *replay, max_rounds};

@@ -36,15 +36,17 @@ extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ri
                                        int* row_slot, int* first, int* map, int* token, int* slot,
                                        int* pos, unsigned long long* ancestors, long long* timeline,
                                        int timeline_stride, int timeline_entries) {
-  __shared__ int drafts, num_above;
+  __shared__ int drafts, num_above, published;
   const int tid = static_cast<int>(threadIdx.x);
   const int step = static_cast<int>(blockDim.x);
   const int now = replay_after(*replay);
   const int entry = static_cast<int>(static_cast<unsigned int>(now) % ring_entries);
-  const bool published = ring_stamp[entry * ring_stamp_stride] == now;
   const int draft_rows = rows - batch;
   const int max_drafts = layout.rows - 1;
-  if (tid == 0) drafts = 0;
+  if (tid == 0) {
+    drafts = 0;
+    published = load_acquire_system(ring_stamp + entry * ring_stamp_stride) == now;
+  }
   __syncthreads();  // all threads must read the old replay number before it is overwritten
   if (tid == 0) *replay = now;
   for (int b = tid; b < batch; b += step) {
