@@ -64,9 +64,9 @@ class ResolvedGrammar:
 def resolve_spec(spec: Spec, backend: str) -> ResolvedGrammar:
     """Return a grammar in the form that an engine with this backend compiles.
 
-    JSON schemas and the schemas of structural tags are converted as follows. For LLGuidance, the
-    router rewrites a schema into an equivalent schema where necessary. For XGrammar, a schema is
-    left unchanged, and a schema with a keyword that XGrammar would ignore is refused. ``"auto"``
+    JSON schemas and the schemas of structural tags are converted as follows. For LLGuidance, a
+    schema is rewritten into an equivalent schema where necessary. For XGrammar, a schema is left
+    unchanged, and a schema with a keyword that XGrammar would ignore is refused. ``"auto"``
     selects LLGuidance if it can be used. The schemas of a structural format are converted in the
     same way; ``"auto"`` then selects the first usable backend that supports the whole format.
 
@@ -269,7 +269,7 @@ def _close_objects(schema: Any) -> Any:
 def _resolve_for_xgrammar(value: Any, options: _SchemaOptions, raw: bool) -> _ResolvedSchema:
     """Return the form of a JSON schema for XGrammar, which compiles schemas unchanged.
 
-    With some keywords, XGrammar would write text that is not JSON. The option `partial` removes
+    With some keywords, XGrammar would allow text that is not JSON. The option `partial` removes
     these keywords. Without `partial`, a schema with such keywords, or with keywords that XGrammar
     ignores, is refused.
     """

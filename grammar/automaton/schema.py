@@ -2,7 +2,7 @@
 
 A schema is lowered if it is not recursive and consists of strings, numbers, enumerations, arrays,
 objects without additional properties, and unions of these. For such schemas, it is known exactly
-how LLGuidance writes the values. For any other schema, `lower_schema` raises `NotRegular`.
+which JSON texts LLGuidance allows. For any other schema, `lower_schema` raises `NotRegular`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _NUMBER = lower_regex(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?")
 _SHORT_ESCAPES = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
 _ESCAPED = [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)]
 _PLAIN = complement(_ESCAPED)
-#: Any character of a JSON string, as LLGuidance writes it.
+#: Any character of a JSON string, in the forms that LLGuidance allows.
 _ANY_CHARACTER = union(
     [characters(_PLAIN), lower_regex(r'\\(["\\bfnrt]|u00([01][0-9a-fA-F]|7[fF]))')]
 )
@@ -241,7 +241,7 @@ def _lower_string(schema: dict[str, Any]) -> Expression:
 
 
 def _json_character(ranges: Ranges) -> Expression:
-    """Return the expression of one character of the ranges, as LLGuidance writes it in a string.
+    """Return the expression of one character of the ranges, as it may appear in a JSON string.
 
     A character that must be escaped may have several forms: a short escape such as ``\\n``, and the
     escape ``\\u`` with four hexadecimal digits.

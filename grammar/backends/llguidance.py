@@ -64,7 +64,9 @@ class Prepared(NamedTuple):
 
 
 def prepare(spec: Spec, special: Mapping[str, int], automata: bool) -> Prepared:
-    """Resolve and check a grammar, and build its automaton. Runs in a child process.
+    """Convert a grammar to LLGuidance's form, check it, and build its automaton.
+
+    The function runs in a child process.
 
     `special` contains ids of special tokens by name. Where the begin, end or trigger text of a tag
     contains such a name, the grammar allows the name and the token. If `automata` is False, no
@@ -79,7 +81,7 @@ def prepare(spec: Spec, special: Mapping[str, int], automata: bool) -> Prepared:
     else:
         rules = lark_rules(grammar, special)
         text = _lark_grammar(rules)
-    if spec.kind != "json_schema":  # LLGuidance has already accepted the rewritten schema
+    if spec.kind != "json_schema":  # JSON schemas have already been checked with LLGuidance
         _check_text(spec, text)
     references = tuple({name for name in _LARK_TOKEN.findall(rules) if name})
     # An automaton reads bytes, and special tokens have no bytes.
@@ -106,8 +108,8 @@ def load_native() -> str:
 
 
 def check_syntax(grammar: ResolvedGrammar) -> None:
-    """Raise `GrammarError` if LLGuidance refuses a grammar, which is only parsed, not compiled."""
-    if grammar.spec.kind != "json_schema":  # LLGuidance has already accepted the rewritten schema
+    """Raise `GrammarError` if LLGuidance refuses a grammar. It parses but does not compile it."""
+    if grammar.spec.kind != "json_schema":  # JSON schemas have already been checked
         _check_text(grammar.spec, _lark_grammar(lark_rules(grammar)))
 
 
@@ -323,7 +325,7 @@ class LLGuidanceBackend:
 
     @functools.cached_property
     def _special_spellings(self) -> list[tuple[str, str, int]]:
-        """List of the special tokens: the name as JSON writes it, the name, and the id of each."""
+        """Each special token: its name with the escapes of a JSON string, its name, and its id."""
         vocabulary = self.vocabulary
         found = []
         for name, token in vocabulary.names.items():

@@ -331,7 +331,7 @@ def add_vocabulary(fingerprint: str, *vocabulary: Any) -> None:
 
 
 def compiled_text(fingerprint: str, spec: Spec) -> str:
-    """Resolve and compile a grammar, and return its compiled form as JSON text.
+    """Convert a grammar to XGrammar's form, compile it, and return the result as JSON text.
 
     The text is several times as large as the compiled grammar in memory. Raise `GrammarError` if
     XGrammar refuses the grammar, or if XGrammar would enforce only a part of it and the

@@ -54,7 +54,7 @@ class OneSpelling(NamedTuple):
 def with_one_spelling(schema: Any) -> OneSpelling:
     r"""Return the form of a rewritten schema in which LLGuidance compares names correctly.
 
-    Where a pattern constrains names, LLGuidance writes them without unnecessary escape sequences.
+    Where a pattern constrains names, LLGuidance allows no unnecessary escape sequences in them.
     If additional properties may have any value, the returned schema therefore allows them with a
     pattern that every name matches. If additional properties have a schema, or if the schema has
     patterns, this is not possible, because LLGuidance only accepts disjoint patterns. The returned

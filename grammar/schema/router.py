@@ -260,9 +260,10 @@ def _closest_accepted(schema: Any, whitespace: Whitespace, deadline: float) -> _
 
 
 def _control_character_reasons(schema: Any) -> Iterator[Reason]:
-    """Yield a reason for each keyword whose allowed strings contain characters of `CONTROL`.
+    """Yield a reason for each keyword that needs characters of `CONTROL` in strings.
 
-    A ``pattern`` is reported only if it matches no string without such characters.
+    A ``const`` or ``enum`` is reported if one of its values contains such a character, a
+    ``pattern`` only if it matches no string without them.
     """
     why = "control characters cannot be enforced next to compared names of additional properties"
     for pointer, part in subschemas(schema):
@@ -285,7 +286,7 @@ def _has_control(value: Any) -> bool:
 
 
 def _restricted_spellings(schema: Any) -> Iterator[Reason]:
-    """Yield a reason for each subschema whose numbers are written in some JSON spellings only."""
+    """Yield a reason for each subschema whose numbers are allowed in some JSON spellings only."""
     for pointer, part in subschemas(schema):
         json_type = part.get("type")
         types = json_type if isinstance(json_type, list) else [json_type]

@@ -117,8 +117,8 @@ def _is_map_of(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return is_map
 
 
-#: Forms that keyword values must have: a description for error messages, a predicate, and the
-#: keywords whose values must have the form.
+#: Required forms of the values of keywords. Each element is a description of the form for error
+#: messages, a predicate, and the keywords whose values must have the form.
 _FORMS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("a number", _is_number, "minimum maximum"),
     (

@@ -1,8 +1,7 @@
-"""String keywords of JSON schemas with which XGrammar would write text that is not JSON.
+"""String keywords of JSON schemas with which XGrammar would allow text that is not JSON.
 
-XGrammar writes a string with a length bound without escapes, so the string may contain raw control
-characters. It copies the characters of a pattern unchanged, so a string may also contain raw quotes
-and backslashes.
+In a string with a length bound, XGrammar allows raw control characters. In a string with a pattern,
+it allows the characters of the pattern unchanged, which can be raw quotes and backslashes.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _CALENDAR = "XGrammar allows dates that do not exist, such as 2024-02-30"
 
 
 class UnsafeString(NamedTuple):
-    """A keyword with which XGrammar would write strings that are not JSON or not valid.
+    """A keyword with which XGrammar would allow strings that are not JSON or not valid.
 
     Attributes
     ----------
@@ -55,7 +54,7 @@ class UnsafeString(NamedTuple):
 def unsafe_strings(
     schema: Any, assert_formats: bool | None, *, raw: bool = False
 ) -> Iterator[UnsafeString]:
-    """Yield the keywords with which XGrammar would write strings that are not JSON or not valid.
+    """Yield the keywords with which XGrammar would allow strings that are not JSON or not valid.
 
     With `raw`, the properties of the outermost object are not checked, because the style of the
     structural format writes their strings as plain text.
@@ -82,7 +81,7 @@ def unsafe_strings(
 
 
 def without_unsafe_strings(schema: Any, assert_formats: bool | None) -> Any:
-    """Remove the keywords with which XGrammar would write text that is not JSON.
+    """Remove the keywords with which XGrammar would allow text that is not JSON.
 
     A length bound becomes a pattern, which allows no characters that need an escape. The schema is
     modified in place and returned.
@@ -106,7 +105,7 @@ def _unsafe_format(name: Any, assert_formats: bool) -> str:
 
 
 def _unsafe_pattern(pattern: Any) -> str:
-    """Return why XGrammar cannot write the texts of a pattern as JSON; empty if it can.
+    """Return why XGrammar would allow text that is not JSON for a pattern; empty if it would not.
 
     XGrammar removes the characters that need an escape from classes such as ``[ -~]`` and ``.``,
     but not from a class of only one character, and not from a class in a pattern with a character
@@ -127,9 +126,9 @@ def _unsafe_pattern(pattern: Any) -> str:
 
 
 def _class_needs_escape(match: re.Match[str]) -> bool:
-    """Return whether a piece of a pattern is a class of characters some of which JSON escapes.
+    """Return whether a piece of a pattern is a class with characters that JSON must escape.
 
-    JSON escapes quotes, backslashes and control characters.
+    These are quotes, backslashes and control characters.
     """
     if match["set"] is not None:
         return not _PLAIN_SET.fullmatch(match["set"])

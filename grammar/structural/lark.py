@@ -83,8 +83,9 @@ class _Lowering:
     """Lowers formats to pieces (`Piece`).
 
     There is a method for each type of format. Its parameter `form` is the format. Its parameter
-    `ends` contains the end texts of the tag around the format, at which free text in the format
-    must end. `ends` is None where free text cannot be lowered, for example in a repetition.
+    `ends` contains the texts that end the tag around the format; free text in the format ends at
+    the first of them. If `ends` is None, the format must not contain free text, for example
+    because it is repeated.
     """
 
     def __init__(self, whitespace: Whitespace, special: Mapping[str, int]):
@@ -365,13 +366,13 @@ class _Lowering:
         return [[*first, self._loop(parts, free, form["type"]), free]]
 
     def _loop(self, parts: Sequence[Sequence[Piece]], free: Piece, name: str) -> Piece:
-        """Return the piece that matches any number of parts, each preceded by free text.
+        """Return the piece that matches any number of repetitions of free text and one of `parts`.
 
         `free` is the piece of the free text, and `name` is the type of the format.
         """
         following = [self.joiner.sequence([free, *part]) for part in parts]
-        # Free text begins each part, and also follows the last part. The lexer distinguishes the
-        # two by the trigger after the free text.
+        # Each repetition begins with free text, and free text also follows the last repetition. The
+        # lexer distinguishes the two by the trigger after the free text.
         either = self.joiner.alternatives(following, name, check=False)
         if either.terminal:
             return Piece(f"({either.text})*", name)

@@ -106,7 +106,7 @@ def _other_starts(texts: Iterable[str]) -> str:
 
 
 def _escape(char: str) -> str:
-    """Return a regular expression of one character, which is also valid in a character class."""
+    """Return a character as a regular expression that is also valid in a character class."""
     return char if char.isalnum() or ord(char) >= 0x80 else f"\\x{ord(char):02x}"
 
 

@@ -179,7 +179,7 @@ Marker::Marker(const std::vector<int32_t>& ids, const std::string& text,
     throw std::invalid_argument("a maximum of white space is negative");
   }
   const auto at = [&](int32_t state) { return text[static_cast<size_t>(state)]; };
-  // Length of the longest proper prefix of the first i bytes that is also a suffix of these bytes.
+  // In the loop: length of the longest proper prefix of text[0 .. i) that is also its suffix.
   int32_t border = 0;
   if (!text.empty()) fallback_[0] = -1;
   for (size_t i = 1; i < text.size(); ++i) {
@@ -405,8 +405,8 @@ class MarkedMatcher final : public NativeMatcher {
     if (inside + skipped == tokens && !in_opening) return Outcome::kYes;
     started_ = stopped_ = false;
     if (free > 0) {
-      // The tokens that this call undoes have overwritten older states in `history_`. The tokens of
-      // those states can no longer be undone.
+      // `history_` has only the states before the last kHistory tokens of the free text. Although
+      // some of these tokens are now undone, no token before them can be undone.
       first_undoable_ = std::max(first_undoable_, num_free_tokens_ - kHistory);
       num_free_tokens_ -= free;
       state_ = history_[static_cast<size_t>(num_free_tokens_ % kHistory)];

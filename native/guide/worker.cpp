@@ -160,7 +160,8 @@ void Worker::run(const StepRecord& record) noexcept {
   timeline_.record(replay_, kind + std::max(record.draft - 1, 0), start, end);
 }
 
-// Gives each slot its work order, serves the orders and stamps the mask rows that they have filled.
+// Gives each slot its work order and serves the orders. Then stamps the mask rows that the orders
+// have filled, and writes the answers of the orders that have tested candidates.
 void Worker::step(const StepRecord& record) noexcept {
   ordered_.clear();
   for (const Request& request : current_->requests) {

@@ -185,7 +185,7 @@ class XGrammarMatcher final : public NativeMatcher {
   }
 
   Outcome accept(int32_t token, ErrorText* error) noexcept override {
-    // XGrammar would print a warning for such an id.
+    // XGrammar would print a warning for an id that is out of range or not acceptable.
     if (token < 0 || token >= vocab_size_) return Outcome::kNo;
     if (!has(acceptable_, token)) return Outcome::kNo;
     if (const uint32_t* follows = following(); follows != nullptr && !has(follows, token)) {

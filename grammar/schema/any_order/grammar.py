@@ -129,7 +129,7 @@ def _size_of_cause(part: SchemaObject, error: NoExactForm) -> int:
 
 
 class _RuleBuilder:
-    """Builds the Lark rules of one schema document from its JSON parts.
+    """Builds the Lark rules of one schema document.
 
     There is one rule per conjunction, that is, per set of schemas all of which a value must
     satisfy. The methods take a conjunction as a tuple `parts`. The rule matches the JSON texts of

@@ -51,7 +51,7 @@ _DEFINITIONS = ("$defs", "definitions")
 _CONDITIONAL = ("anyOf", "oneOf", "if", "then", "else", "dependentSchemas")
 _DYNAMIC_REFERENCES = ("$dynamicRef", "$recursiveRef")
 
-#: Property names and property patterns, as the keys of two dicts.
+#: Property names, and property patterns. Each dict is used as an ordered set of its keys.
 Names = tuple[dict[str, Any], dict[str, Any]]
 
 
@@ -142,7 +142,7 @@ def _resolve_names(root: SchemaObject) -> None:
 
 
 def _pointers_by_name(root: SchemaObject) -> dict[str, list[str]]:
-    """Return the JSON pointers of the named subschemas, as a dict from name to pointers."""
+    """Return the JSON pointers of the subschemas with an anchor, by the name of the anchor."""
     pointers: dict[str, list[str]] = {}
     for pointer, part in subschemas(root):
         for keyword in ("$anchor", "$dynamicAnchor"):

@@ -84,7 +84,7 @@ class Numbers:
                 self._bounds |= _named_numbers(part)
 
     def values(self, values: list[Any]) -> list[Any]:
-        """Return the values of an ``enum`` that LLGuidance writes exactly."""
+        """Return the values of an ``enum`` that LLGuidance allows exactly as they are."""
         return [value for value in values if self._is_written_exactly(value)]
 
     def restrict(self, schema: SchemaObject, types: JsonTypes) -> Restricted:
@@ -178,7 +178,7 @@ class Numbers:
         if low and high and low.value > high.value:
             return Restricted({}, {}, empty=True)
         low, high = _within_64_bits(low, high, is_integer, narrowed)
-        # LLGuidance writes multiples of 0.25 with two decimals. Near a fractional bound, and
+        # LLGuidance allows multiples of 0.25 with two decimals. Near a fractional bound, and
         # between -1 and 0, it may allow one decimal only, so that some multiples are missing.
         is_split = any(bound.value.denominator > 1 for bound in (low, high) if bound)
         is_listed = low and high and high.value - low.value < _MAX_MULTIPLES * step
@@ -274,7 +274,7 @@ class Numbers:
         return _Bound(value, False, bound.keyword)
 
     def _is_written_exactly(self, value: Any) -> bool:
-        """Return whether LLGuidance writes a value of an ``enum`` exactly."""
+        """Return whether LLGuidance allows a value of an ``enum`` exactly as it is."""
         if isinstance(value, list):
             return all(map(self._is_written_exactly, value))
         if isinstance(value, dict):

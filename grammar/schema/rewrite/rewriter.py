@@ -216,7 +216,7 @@ class Rewriter:
             site.out[keyword] = self._rewritten_value(keyword, value, site)
 
     def _rewritten_value(self, keyword: str, value: Any, site: Site) -> Any:
-        """Return the new value of a keyword that has no rule."""
+        """Return the rewritten value of a keyword that has no rewriting rule."""
         pointer = f"{site.at}/{escape(keyword)}"
         if keyword in _MAPS:
             new: dict[str, Any] = {}

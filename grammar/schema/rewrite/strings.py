@@ -106,7 +106,7 @@ def _check_quantifiers(pattern: str) -> None:
 
 
 def _class_character(pattern: str, at: int) -> str:
-    """Return the converted form of the character at `at`, which is in a character class."""
+    """Convert the character at `at` in a character class from ECMA-262 to Rust's syntax."""
     char = pattern[at]
     if char == "[" or pattern[at : at + 2] in ("&&", "--", "~~"):
         return "\\" + char
@@ -114,7 +114,7 @@ def _class_character(pattern: str, at: int) -> str:
 
 
 def _character(pattern: str, at: int) -> str:
-    """Return the converted form of the character at `at`, which is in no character class."""
+    """Convert the character at `at` outside character classes from ECMA-262 to Rust's syntax."""
     char = pattern[at]
     if pattern.startswith(("(?=", "(?!", "(?<=", "(?<!"), at):
         raise NoExactForm("pattern", f"look-around in {pattern!r} cannot be enforced")
@@ -149,7 +149,10 @@ def _without_nul(characters: str) -> str:
 
 
 def _escape(pattern: str, at: int, in_class: bool) -> tuple[str, int]:
-    """Convert the escape sequence at `at`; return the result and the length of the original."""
+    """Convert the escape sequence at `at` from ECMA-262 to Rust's syntax.
+
+    Return the result, and the length of the original escape sequence.
+    """
     char = pattern[at + 1 : at + 2]
     control = re.match(r"\\c([A-Za-z])", pattern[at:])
     if control:
@@ -185,7 +188,7 @@ def _escape(pattern: str, at: int, in_class: bool) -> tuple[str, int]:
 
 
 def _not_space(in_class: bool) -> str:
-    """Return the converted form of ``\\S``, for use inside or outside a character class."""
+    """Return the ``\\S`` of ECMA-262 in Rust's syntax, for use inside or outside a class."""
     ranges = []
     start = 0
     spaces = [
