@@ -81,7 +81,7 @@ class Marker:
     skips_space: bool = False
 
     def ids(self, vocabulary: Vocabulary) -> tuple[int, ...]:
-        """Return the ids of the tokens each of which alone ends the free text.
+        """Return the ids of the tokens that end the free text by themselves.
 
         These are `token`, and the added token whose text is `text`.
 

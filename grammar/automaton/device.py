@@ -261,9 +261,9 @@ class DeviceAutomata:
             table.users -= 1
 
     def _acquire(self, lane: Lane, grammar: Any) -> _Table | None:
-        """Return the table of a grammar for one more user; None if the table does not fit.
+        """Return the table of a grammar, and count one more user; None if the table does not fit.
 
-        The method increments `_Table.users`, and uploads the table unless it is on the device.
+        The method uploads the table unless it is already on the device.
         """
         table = self._tables.pop(grammar, None)
         if table is None:
@@ -311,11 +311,11 @@ class DeviceAutomata:
         return offset
 
     def _find_place(self, nbytes: int) -> tuple[int, list[_Table]] | None:
-        """Return the offset of a range for a new table, and the unused tables in this range.
+        """Return the offset of a range for a new table, and the tables to evict from this range.
 
-        A range without tables is preferred. Otherwise, the function chooses the range whose tables
-        have all been unused for the longest time. It returns None if every range contains a table
-        with users.
+        A range without tables is preferred. Otherwise, the method chooses the range in which even
+        the most recently used table has been unused for the longest time. It returns None if every
+        range contains a table with users.
         """
         age = {table.grammar: number for number, table in enumerate(self._tables.values())}
         tables = sorted(self._tables.values(), key=lambda table: table.offset)

@@ -108,7 +108,7 @@ def load_native() -> str:
 
 
 def check_syntax(grammar: ResolvedGrammar) -> None:
-    """Raise `GrammarError` if LLGuidance refuses a grammar. It parses but does not compile it."""
+    """Parse a grammar with LLGuidance; raise `GrammarError` if LLGuidance refuses it."""
     if grammar.spec.kind != "json_schema":  # JSON schemas have already been checked
         _check_text(grammar.spec, _lark_grammar(lark_rules(grammar)))
 

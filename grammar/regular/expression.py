@@ -33,7 +33,7 @@ Expression = list[int]
 Ranges = Sequence[tuple[int, int]]
 
 MAX_CHARACTER = 0x10FFFF
-#: Maximum number of integers of an expression. It limits the time and memory that the conversion of
+#: Maximum number of integers in an expression. It limits the time and memory that the conversion of
 #: a grammar takes.
 MAX_EXPRESSION = 1 << 17
 _SET, _CONCAT, _UNION, _REPEAT = 1, 2, 3, 4

@@ -109,7 +109,7 @@ def ignored_keywords(schema: Any) -> list[Reason]:
 def _ignored_keywords(schema: SchemaObject, old_draft: bool) -> Iterator[str]:
     """Yield a description of each keyword of one subschema that XGrammar ignores.
 
-    The first word of a description is the keyword. `old_draft` says that the schema's draft is
+    The first word of a description is the keyword. `old_draft` is True if the schema's draft is
     older than 2019-09.
     """
     yield from sorted(_DROPPED & schema.keys())

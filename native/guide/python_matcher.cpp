@@ -1,4 +1,5 @@
-// Matcher of a backend that is written in Python, called through the gate (hostwork/gate.h).
+// Matcher of a backend that is written in Python. The functions of hostwork/gate.h take the GIL for
+// its calls.
 //
 // Invariants
 // 1. A call takes the GIL with the thread's cached Python thread state. It releases the GIL before

@@ -327,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 }
 
 // Fills the mask rows of the items that the previous kernel has written, and writes their stamps.
-// Block (i, p) fills part p of the row of item i. The last block of an item that finishes writes
+// Block (i, p) fills part p of the row of item i. The block of an item that finishes last writes
 // the stamp. With `forced`, the stamp of a row with a single legal id contains this id, as
 // on the host (Forced::token with `unique_only`, native/guide/slot.h).
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)

@@ -166,10 +166,10 @@ class Numbers:
     ) -> Restricted:
         """Return the exact form of a ``multipleOf`` with bounds.
 
-        `keywords` are the schema's numeric keywords, `step` is the value of ``multipleOf``, and
-        `is_integer` is whether all numbers are integers. Each bound is replaced with the first
-        multiple of `step` inside the bound. If the new form excludes valid numbers, the method adds
-        a description of these numbers to `narrowed`.
+        `keywords` are the schema's numeric keywords, and `step` is the value of ``multipleOf``.
+        `is_integer` is True if all valid numbers are integers. Each bound is replaced with the
+        first multiple of `step` inside the bound. If the new form excludes valid numbers, the
+        method adds a description of these numbers to `narrowed`.
         """
         if is_integer:
             step = Fraction(step.numerator)  # least common multiple of step and 1
@@ -227,9 +227,9 @@ class Numbers:
     ) -> _Bound | None:
         """Return the closest bound that LLGuidance reads exactly and that allows no invalid number.
 
-        `sign` is 1 for lower bounds and -1 for upper bounds. `is_integer` is whether all numbers
-        are integers. If the new bound excludes valid numbers, the method adds a description of
-        these numbers to `narrowed`.
+        `sign` is 1 for lower bounds and -1 for upper bounds. `is_integer` is True if all valid
+        numbers are integers. If the new bound excludes valid numbers, the method adds a description
+        of these numbers to `narrowed`.
         """
         if bound is None:
             return None
@@ -394,8 +394,8 @@ def _within_64_bits(
 ) -> tuple[_Bound | None, _Bound | None]:
     """Return the bounds, limited to 64 bits where LLGuidance requires it.
 
-    `is_integer` is whether all numbers are integers. If the new bounds exclude valid numbers, the
-    function adds a description of these numbers to `narrowed`.
+    `is_integer` is True if all valid numbers are integers. If the new bounds exclude valid numbers,
+    the function adds a description of these numbers to `narrowed`.
     """
     largest = Fraction(_MAX_INTEGER if is_integer else _LARGEST_DOUBLE)
     smallest = Fraction(-_LARGEST_DOUBLE)
@@ -475,7 +475,7 @@ def _finds_multiple(low: _Bound, high: _Bound, step: float, is_integer: bool) ->
     """Return whether LLGuidance finds a multiple of `step` between two bounds.
 
     LLGuidance calculates with doubles, so rounding errors may hide the only multiple. `is_integer`
-    is whether all numbers are integers.
+    is True if all valid numbers are integers.
     """
     first = math.ceil(float(low.value) / step) * step
     last = math.floor(float(high.value) / step) * step

@@ -27,8 +27,8 @@ def dependencies(value: Any, required: list[str], objects_only: bool) -> list[An
 
     The function also handles ``dependentRequired`` and ``dependentSchemas``, the successors of
     ``dependencies``. `value` contains the dependency of each property: a schema, or the names of
-    properties that must be present. `required` are the required properties, and `objects_only` is
-    whether all values are objects.
+    properties that must be present. `required` are the required properties. `objects_only` is True
+    if all values are objects.
 
     The dependency of a required property applies to all objects. Any other dependency is replaced
     with a union: the property is absent, or it is present and the dependency holds. Properties that
@@ -158,7 +158,7 @@ def property_count(schema: SchemaObject) -> tuple[list[Any] | None, bool]:
     is empty if the bounds always hold. It is None if no listed property is optional; the two
     keywords can then be kept.
 
-    The second result is whether the schemas exclude valid objects. An output may repeat a name that
+    The second result is True if the schemas exclude valid objects. An output may repeat a name that
     is not listed in ``properties``, so the schemas count at most one unlisted property. Raise
     `NoExactForm` if there are too many combinations, or if objects need several unlisted
     properties.
