@@ -51,7 +51,7 @@ class SendBuffer(NamedTuple):
     Attributes
     ----------
     sender, address
-        Values for the fields `sender` and `address` of the ticket.
+        Values for the fields of the same names of `Ticket`, by which the receiver finds the data.
     data
         View of the memory as uint8.
     resource
@@ -110,7 +110,10 @@ class Transfer(ABC):
         return MigratedRequest.from_bytes(data)
 
     def free(self, ticket: Sequence[Any]) -> None:
-        """Free the data of a ticket, whether or not it was received. Repeated calls do nothing."""
+        """Free the data that was sent with a ticket (`Ticket`), whether or not it was received.
+
+        Repeated calls do nothing.
+        """
         ticket = Ticket(*ticket)
         if ticket in self.sent:
             self.release_buffer(ticket.address, self.sent.pop(ticket))

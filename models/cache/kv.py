@@ -198,7 +198,7 @@ class PagedKV:
             self.idle_version += 1
 
     def _update_idle_or_free(self, page: int) -> None:
-        """Make a page idle or free if no slot uses it."""
+        """If no slot uses a page, make it idle if it is retained, and free otherwise."""
         if self._num_slots[page]:
             return
         if self._retained[page]:

@@ -89,7 +89,7 @@ class PrefixCache:
 
     @property
     def version(self) -> tuple[int, int]:
-        """A value that changes whenever the set of cached pages or of unused pages changes."""
+        """A value that changes whenever the cached pages or the unused pages among them change."""
         return self._changes, self._caches[0].idle_version
 
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
@@ -114,10 +114,10 @@ class PrefixCache:
         return [self._cached[key] for key in found]
 
     def insert(self, slot: int, tokens: Sequence[int]) -> None:
-        """Cache the full pages of a slot whose tokens are `tokens`.
+        """Cache the full pages of a slot. `tokens` are the tokens of the request in the slot.
 
-        The caller must already have enqueued the work that writes the entries of these tokens,
-        except the last one, in all KV caches.
+        The caller must already have enqueued the work that writes the KV-cache entries of all these
+        tokens except the last one.
         """
         if self.max_pages == 0:
             return
@@ -199,7 +199,8 @@ class PrefixCache:
     def _insert(self, pages: Sequence[tuple[bytes, PageGroup]]) -> None:
         """Cache pages, and evict the least recently used ones if there are too many.
 
-        The first page becomes the most recently used one, for the reason given in `match`.
+        The first page becomes the most recently used one, because the others cannot be found
+        without it.
         """
         for key, group in reversed(pages):
             if key not in self._cached:

@@ -170,9 +170,9 @@ class Drafter:
         """
 
     def resume(self, lane: Lane, rows: Rows) -> None:
-        """Process prompt tokens whose KV-cache entries are in the prefix cache.
+        """Update the drafter's state for prompt tokens whose pages are in the prefix cache.
 
-        Only state that the drafter keeps outside `caches` has to be updated.
+        The pages contain the entries of `caches`, so only other state has to be updated.
         """
 
     def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:

@@ -190,7 +190,7 @@ class BlockDrafter(Drafter):
         kernels = self._kernels
         residual = self._stack.buffers.residual[: rows.count]
         scale = self._config.input_embedding_scale
-        # The gather kernel also computes the norm, unless a scaling has to run before the norm.
+        # The gather kernel also computes the norm, unless the embeddings must be scaled first.
         gather_norm = norm if scale == 1 else None
         kernels.elementwise.gather(
             lane, self._embedding, rows.token, residual, name="embed", norm=gather_norm
@@ -222,7 +222,7 @@ class BlockDrafter(Drafter):
         return logits
 
     def _write_context(self, lane: Lane, rows: Rows, features: DeviceArray | None) -> None:
-        """Compute the context of committed positions and write its keys and values to the cache."""
+        """Cache the keys and values of committed positions, computed from `features`."""
         if features is None:
             raise DrafterError(
                 "a block drafter needs features of the target: pass them to prefill and start"

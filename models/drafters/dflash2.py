@@ -69,7 +69,8 @@ class _Convolution(NamedTuple):
     """Weights of the convolutions before and after one attention or MLP.
 
     Index 0 of `base` is the convolution before the attention or MLP, index 1 the one after it. The
-    matrix `projection` computes the dynamic kernels of a row.
+    matrix `projection` computes, from the hidden state of a row, the dynamic kernels that are added
+    to the static ones.
     """
 
     base: DeviceArray  # float32[2, size, hidden], static kernels

@@ -224,9 +224,9 @@ class Eagle3Head:
     ) -> DeviceArray:
         """Gather rows of `out`, float32[R, hidden], and compute `norm` of them unless it is None.
 
-        `index` int32[B] selects the rows. If `out` is the result of an earlier `gather`, `again`
-        must be set: the rows are then written to a second buffer, which `entries` overwrites. The
-        result, float32[B, hidden], is a view that the next gather overwrites.
+        `index` int32[B] selects the rows. The result, float32[B, hidden], is a view that the next
+        gather overwrites. If `out` is itself the result of a `gather`, set `again`: the rows are
+        then written to a second buffer, which the next call of `entries` overwrites.
         """
         buffer = self._fused if again else self._gathered
         gathered_rows = buffer[: index.shape[0]]

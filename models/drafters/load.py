@@ -88,10 +88,11 @@ def _import_attribute(name: str) -> Any:
 def is_block_drafter(choice: object) -> bool:
     """Return whether a choice of `make_drafter` is known to create a block drafter.
 
-    A block drafter processes rows at positions after the last draft that can be accepted. A choice
-    creates a block drafter if it is a folder with the checkpoint of a block drafter, if its
-    attribute `feeds_blocks` is true, or if it is a ``functools.partial`` whose function or an
-    argument fulfils one of these conditions.
+    A block drafter processes rows at positions after the last draft that can be accepted. The
+    engine reserves these positions before it creates the drafter. A choice creates a block drafter
+    if it is a folder with the checkpoint of a block drafter, if its attribute `feeds_blocks` is
+    true, or if it is a ``functools.partial`` whose function or an argument fulfils one of these
+    conditions.
     """
     if isinstance(choice, str) and ":" in choice and not Path(choice).exists():
         try:

@@ -160,7 +160,7 @@ class PromptLookup(Drafter):
         lane.kernel(self._kernels["propose_drafts"], feed.batch, self._block, args, name="look up")
 
     def _record(self, lane: Lane, rows: Rows) -> None:
-        """Add a kernel that stores the tokens of `rows` in the histories of their slots."""
+        """Add a kernel that stores the tokens of `rows` in the token histories of their slots."""
         args = [
             rows.token,
             rows.slot,

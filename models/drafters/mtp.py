@@ -117,7 +117,7 @@ class Mtp(Drafter):
         self._norm_hidden = norm_hidden
         self._hidden = device.empty((context.max_rows, hidden), "float32")
         # Hidden states after the norm, which the heads read. If the modules pass on states before
-        # the norm, these need a buffer of their own.
+        # the norm, the states after the norm need a buffer of their own.
         self._normed = self._hidden
         if not norm_hidden:
             rows = context.slots * self.shape.branch
@@ -125,9 +125,9 @@ class Mtp(Drafter):
         self._earlier = device.empty((context.max_rows,), "int32")
         # State of each module j between calls. `_carried[j]` holds, for each slot, the module's
         # hidden state for the last committed token, which module j + 1 reads in the next call.
-        # `_last_hidden[j]` holds, for each batch row, the module's hidden state h_i for
-        # i = n - 1 - j, where n is the position of the request's last committed token. When a
-        # module runs in `step`, it overwrites the states that it reads with its own hidden states.
+        # `_last_hidden[j]` holds, for each batch row, the module's hidden state of position
+        # n - 1 - j, where n is the position of the request's last committed token. In `step`, each
+        # module replaces the hidden states that it reads by its own.
         size = (count, context.slots * self.shape.branch, hidden)
         self._carried = device.zeros(size, "float32")
         self._last_hidden = device.zeros(size, "float32")
@@ -147,9 +147,10 @@ class Mtp(Drafter):
         if feed.branch > 1:
             return self._tree_step(lane, feed, level)
         j = level if self._several else 0
-        # If there are several modules, module j has to compute h_i for i = n - j .. n - 1, where n
-        # is the position of the last committed token, because these h_i depend on drafts. A single
-        # module has to process only this level's draft.
+        # If there are several modules, module j must compute its hidden states h_i for i = n - j ..
+        # n - 1, where n is the position of the last committed token. They depend on drafts, so they
+        # were not computed for the committed tokens. A single module processes only this level's
+        # draft.
         for back in reversed(range(max(j, 1))):
             rows = feed.drafts(lane, level - back, -j)
             self._run(lane, j, rows, self._last_hidden[back][: feed.batch])
@@ -177,8 +178,8 @@ class Mtp(Drafter):
     ) -> None:
         """Run all modules for committed tokens.
 
-        In `rows`, token i + 1 has position i. For row r, module j computes its hidden state h_i for
-        i = pos[r] - j. `features` float32[R, hidden] is the output of the target's last layer.
+        The position in `rows` of token i + 1 is i. For row r, module j computes the hidden state of
+        position pos[r] - j. `features` float32[R, hidden] is the output of the target's last layer.
         `last` int32[B] is the row of the last token of each request; None during prefill.
         """
         if features is None:
@@ -201,9 +202,10 @@ class Mtp(Drafter):
                 kernels.elementwise.gather(lane, hidden, last, self._last_hidden[j][: len(last)])
 
     def _delay_rows(self, lane: Lane, rows: Rows, hidden: DeviceArray, j: int) -> Rows:
-        """Shift `hidden` by one row for module j; return `rows` with positions lower by one.
+        """Replace each row of `hidden` by the previous row of its slot, as input of module j.
 
-        The first row of each slot gets the state that the previous call kept in `_carried`.
+        The first row of each slot gets the state that the previous call kept in `_carried`. Return
+        `rows` with positions lower by one.
         """
         carried = self._carried[j - 1]
         width = self._config.hidden_size

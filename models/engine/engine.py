@@ -467,7 +467,7 @@ class Engine:
         raise EngineError(f"requests {names} have ended without a final event")
 
     def _try_end_abandoned(self) -> None:
-        """End the requests in `_abandoned`.
+        """End the cancelled requests, and those of ended streams, that are in `_abandoned`.
 
         If another call is running, the next step ends them.
         """
@@ -539,7 +539,7 @@ class Engine:
     # Counters ---------------------------------------------------------------------------------
 
     def _update_forced_tokens(self) -> dict[str, int]:
-        """Update `stats.forced_tokens` and return the counters of the guided decoder."""
+        """Update `stats.forced_tokens` from the guided decoder's counters and return these."""
         counters = self._resources.decoder.counters()
         total = self._count_forced_tokens(counters)
         self.stats.forced_tokens = total - self._forced_tokens_at_reset
@@ -553,7 +553,7 @@ class Engine:
         return count
 
     def _automata_counters(self) -> dict[str, int]:
-        """Return the counters of automata on the device. If there are any, wait for the device."""
+        """Return the counters of automata on the device; wait for the device if it has automata."""
         automata = self._resources.automata
         if automata is None:
             return {}

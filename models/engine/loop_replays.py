@@ -1,4 +1,4 @@
-"""Replays of an engine with generation loops."""
+"""Launches rounds and generation loops, and reads their results (``generation="graph"``)."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class LoopReplays(Replays):
             self._control.end(self._first)
 
     def finish(self) -> None:
-        """Remove the oldest replay from `unread` and release its ring entries.
+        """Remove the oldest replay from `unread`, and release its entries of input and output ring.
 
         If the replay's loop runs another replay, add that replay to `unread`. The caller must have
         read the results of the removed replay.

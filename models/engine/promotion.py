@@ -19,14 +19,14 @@ class Promotion:
     """Decides for each request whether its grammar steps run on the host.
 
     The decision is made when a request starts to take part in rounds, and holds until the request
-    leaves its slot. A request without a grammar has no grammar steps. `start` stamps the mask rows
-    of its slot as free, so that kernels allow every id. A request whose grammar has an automaton is
-    *promoted*: kernels do its grammar steps.
+    leaves its slot. A request without a grammar has no grammar steps: `start` marks all mask rows
+    of its slot as free, which means that kernels allow every id. A request whose grammar has an
+    automaton is *promoted*: kernels do its grammar steps.
 
     Parameters
     ----------
     exchange
-        Memory that contains the stamps of the mask rows.
+        Memory that contains the mask rows and their marks.
     automata
         Automata on the device; None: no request is promoted.
     lane
@@ -44,7 +44,10 @@ class Promotion:
         return state.matcher is not None and state not in self._promoted
 
     def start(self, state: RequestState) -> None:
-        """Promote a request if possible. No replay that uses its slot may be in flight."""
+        """Move a request's grammar steps to the device if its grammar has an automaton.
+
+        No replay that uses the slot of the request may be in flight.
+        """
         if state.matcher is None:
             self._exchange.free_rows(state.slot, state.epoch)
             return
@@ -59,7 +62,7 @@ class Promotion:
             self._promoted.add(state)
 
     def leave(self, state: RequestState) -> None:
-        """Forget the promotion of a request that leaves its slot."""
+        """Record that a request leaves its slot and no longer runs its grammar on the device."""
         self._promoted.discard(state)
 
     def release(self, slot: int) -> None:

@@ -54,8 +54,8 @@ class RowAssignment:
     """The request that a batch row was launched with, and the request's slot and epoch at launch.
 
     The request may have left the slot since, because of a stop string, cancellation or preemption.
-    The same request may even have left the slot and joined it again, which changes its epoch. In
-    these cases, the assignment is stale and the results of the row are discarded.
+    The same request may even have left the slot and got it again, which changes its epoch. In these
+    cases, the assignment is stale and the results of the row are discarded.
     """
 
     state: RequestState
@@ -325,7 +325,7 @@ class Replays:
 
     @contextmanager
     def _renumber_errors(self, flight: ReplayInFlight) -> Iterator[None]:
-        """Renumber errors of host steps: replace the replay's `graph_number` with its `number`."""
+        """In errors of CPU work of the graph, replace `graph_number` of the replay by `number`."""
         try:
             yield
         except HostWorkError as error:
@@ -371,7 +371,7 @@ class Replays:
         return result
 
     def finish(self) -> None:
-        """Remove the oldest replay from `unread` and release its ring entries.
+        """Remove the oldest replay from `unread`, and release its entries of input and output ring.
 
         The caller must have read the results of this replay.
         """
@@ -421,7 +421,7 @@ class Replays:
             self._check(flight)
 
     def _check(self, flight: ReplayInFlight) -> None:
-        """Raise the error of a host step that failed in this or an earlier replay, if any did."""
+        """Raise the error of CPU work in a graph that failed in this or an earlier replay."""
         with self._renumber_errors(flight):
             flight.graph.check()
 

@@ -21,13 +21,13 @@ class RequestState:
 
     `Admission` creates the state, `Scheduler` queues and finishes the request, and `SlotManager`
     gives it a slot and KV-cache pages. A slot is the index of the request's state on the device. A
-    preempted request keeps this object and returns to the queue. When it joins a slot again, its
+    preempted request keeps this object and returns to the queue. When it gets a slot again, its
     prompt and its output so far are prefilled.
 
     Invariants
     ----------
     1. ``slot == -1`` exactly while the request has no slot. It then owns no KV-cache pages.
-    2. ``epoch`` changes whenever the request joins a slot. The slot and epoch of each request are
+    2. ``epoch`` changes whenever the request gets a slot. The slot and epoch of each request are
        recorded when a round is launched. The results of the round are discarded for a request whose
        slot or epoch has changed since.
     3. ``output.tokens`` only grows. `take_new_tokens` returns each token once, and the strings
@@ -55,7 +55,7 @@ class RequestState:
     Attributes
     ----------
     matcher
-        Grammar matcher. It is created before the request joins a slot and dropped when the request
+        Grammar matcher. It is created before the request gets a slot and dropped when the request
         leaves the slot. None at other times and for an unconstrained request.
     queue_number
         Sequence number in the queue; -1 while the request is not waiting. It is less than -1, and
@@ -75,15 +75,15 @@ class RequestState:
     epoch
         Number of the current slot assignment; unique among 2**31 - 1 consecutive assignments.
     start_position
-        Position of the request's last token at the time the request joined its slot.
+        Position of the request's last token at the time the request got its slot.
     start_output
-        Output tokens at the time the request joined its slot. Empty unless the request was
+        Output tokens at the time the request got its slot. Empty unless the request was
         preempted or comes from another engine.
     reserved_positions
         Number of positions for which the slot has pages.
     draft_capacity
         Maximum number of drafts that the request can have in its next round. 0 right after the
-        request has joined its slot, because nothing has been drafted for it yet.
+        request has got its slot, because nothing has been drafted for it yet.
     undrafted_tokens
         Number of tokens at the end of the output that the drafter has not processed. These are the
         tokens of the round in which the device ended the request.
@@ -139,7 +139,7 @@ class RequestState:
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and output so far. These tokens are prefilled when the request joins a slot."""
+        """Prompt and output so far. These tokens are prefilled when the request gets a slot."""
         return [*self.prompt, *self.output.tokens]
 
     @property

@@ -96,7 +96,7 @@ class Outbox:
 
     @property
     def pending(self) -> bool:
-        """Whether there are events of unclaimed requests."""
+        """Whether there are events that `Engine.step` would fetch."""
         return not self._claimed.issuperset(self._events)
 
     def post(self, submission: int, event: Event) -> None:
@@ -125,7 +125,7 @@ class Outbox:
         return found
 
     def fetch_rest(self) -> list[Event]:
-        """Return and remove the events of unclaimed requests."""
+        """Return and remove the events of requests that no caller has claimed."""
         found = []
         for submission in [key for key in self._events if key not in self._claimed]:
             found += self._events.pop(submission)
@@ -210,7 +210,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is unfinished or has unclaimed events."""
+        """Whether a request is unfinished or has events that `Engine.step` would return."""
         return bool(self.unfinished) or self.outbox.pending
 
     def submit(self, state: RequestState) -> None:
@@ -260,7 +260,10 @@ class Scheduler:
             self._woken.clear()
 
     def wake(self) -> None:
-        """Wake a `step` that is blocked on grammar compilation, or the next one. Thread-safe."""
+        """Wake a `step` that is blocked on grammar compilation. Thread-safe.
+
+        If no step is blocked, the next step does not block.
+        """
         self._woken.set()
 
     def _expire(self) -> None:
@@ -354,8 +357,9 @@ class Scheduler:
             return True
         if self.slots.num_assigned or self.replays.unread or not self.slots.num_leaving:
             return False
-        # A replay is normally retired when a later replay is read. Here no later replay has been
-        # launched, so wait until the device is idle, and retire the last replay then.
+        # The slots of requests that have left become free when the last replay is retired. This
+        # normally happens when a later replay is read. Here no later replay has been launched, so
+        # wait until the device is idle, and retire the last replay then.
         self.replays.wait_idle(self.stats)
         self.slots.reclaim_all()
         return self._join(state)
@@ -436,11 +440,11 @@ class Scheduler:
     def _allocate_pages(self) -> list[RequestState]:
         """Allocate KV-cache pages for the next round; preempt a request if pages have run out.
 
-        While the slot of a request that has left is not yet reclaimed, no request is preempted,
-        because reclaiming this slot will free pages. Otherwise the request with the greatest
-        `preemption_key` loses its slot and pages, so that the other requests can continue. If no
-        other request lacks pages, this request is not preempted but waits for pages, because the
-        other requests can continue anyway.
+        The request with the greatest `preemption_key` is preempted: it loses its slot and pages, so
+        that the other requests can continue. In two cases no request is preempted. If a request has
+        left its slot and the slot is not yet reclaimed, reclaiming it will free pages. If only the
+        request that would be preempted lacks pages, it waits for pages, because the other requests
+        can continue anyway.
 
         Returns
         -------
@@ -485,13 +489,14 @@ class Scheduler:
             self.stats.count_round(flight.graph)
 
     def _process_row(self, state: RequestState, row: RowResult, graph: RoundGraph) -> None:
-        """Append a batch row's committed tokens to its request. If it is complete, end it."""
+        """Append a batch row's committed tokens to its request. If this completes it, end it."""
         self.stats.count_row(len(row.tokens), row.tested, row.accepted)
         self._update_stall(state, row)
         if row.tokens:
             self._record_drafts(state, row, graph)
         elif row.cut:
-            # No token was committed, so the next round verifies the drafts that were not cut.
+            # No token was committed, so the next round verifies the same drafts, except those that
+            # had no forward row in this round.
             state.draft_capacity = row.tested
         output = state.output
         num_before = len(output.tokens)
@@ -567,8 +572,8 @@ class Scheduler:
         """Warn if a drafter that computes logits has had no drafts for many rounds.
 
         In this case the outputs are correct but slow. A round is not counted if there may be no
-        drafts for another reason: the request has a grammar, drafts were cut, or the output is
-        about to end.
+        drafts for another reason: the request has a grammar, the round had no forward rows for its
+        drafts, or the output is about to end.
         """
         num_left = state.position_limit - state.num_tokens
         may_have_none = state.matcher is not None or row.cut or num_left <= state.draft_capacity
@@ -616,7 +621,7 @@ class Scheduler:
         """Preempt a request: take its slot and pages, and put the request back into the queue.
 
         The results that replays in flight produce for this request are discarded. When the request
-        joins a slot again, its prompt and its output are prefilled. The logits, mask and random
+        gets a slot again, its prompt and its output are prefilled. The logits, mask and random
         numbers at each position are then the same as without preemption.
 
         Parameters

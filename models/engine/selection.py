@@ -1,4 +1,4 @@
-"""Selection of the graph of each launch."""
+"""Selects the graph to launch: batch rows, drafts per row, and one round or a loop."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class SlotManager:
         self._prefilling: dict[int, _PrefillingRequest] = {}
         self._free = list(range(num_slots))
         # Slots that requests have left but that are not free yet. The value is the number of the
-        # replay that must retire before the slot is free.
+        # last replay that may write to the slot. The slot becomes free when this replay is retired.
         self._leaving: dict[int, int] = {}
         self._last_epoch = 0
         # Number of prompt tokens that may still be enqueued before the next replay.
@@ -223,7 +223,8 @@ class SlotManager:
             # `available` includes the unused cached pages. Those that the request itself will use
             # cannot be evicted for it, so they are added to the needed pages.
             needed = num_pages - num_cached + num_unused
-            # `num_spare` is at least `num_assigned`, but takes longer to compute.
+            # This check is necessary but not sufficient: `num_spare` is at least `num_assigned`. It
+            # comes first, because `num_spare` takes longer to compute.
             if needed > available - self.num_assigned:
                 continue
             if num_spare is None:
@@ -265,7 +266,8 @@ class SlotManager:
             return False
         self._free.pop(0)
         state.slot = slot
-        # Stamps of mask rows contain the epoch in 32 bits. Epochs are only compared for equality.
+        # Epochs wrap around, because the stamp of a mask row has 32 bits for the epoch. This is
+        # safe, because epochs are only compared for equality.
         self._last_epoch = self._last_epoch % MAX_EPOCH + 1
         state.epoch = self._last_epoch
         state.stalled_rounds = 0
@@ -332,9 +334,9 @@ class SlotManager:
     def prefill(self, round_s: float) -> None:
         """Enqueue prefill chunks and start the requests whose prompts are enqueued completely.
 
-        Prompts are prefilled in the order of joining. If any request has a slot, at least one
-        request is running afterwards. The caller must launch a replay next (invariant 2 of this
-        module).
+        Prompts are prefilled in the order in which their requests got slots. If any request has a
+        slot, at least one request is running afterwards. The caller must launch a replay next
+        (invariant 2 of this module).
 
         Parameters
         ----------
@@ -421,8 +423,8 @@ class SlotManager:
     def reclaim(self, retired: int) -> None:
         """Free the slots that requests have left and that no unfinished replay refers to.
 
-        `retired` is the number of the last replay known to be complete. The pages of these slots
-        are freed too.
+        The pages of these slots are freed too. `retired` is the number of the last replay known to
+        be complete.
         """
         reclaimable = [slot for slot, replay in self._leaving.items() if replay <= retired]
         for slot in reclaimable:
@@ -447,18 +449,18 @@ class SlotManager:
         del self._promotion
 
     def _required_positions(self, state: RequestState) -> int:
-        """Return the number of positions that need pages when the next round is launched."""
+        """Return the number of positions of a request that need pages for the next round."""
         end = min(state.num_tokens + self._positions_ahead, state.position_limit)
         return end + self._slack_positions
 
     def _num_spare_pages(self) -> int:
-        """Return how many pages must remain free when a request joins."""
+        """Return how many pages must remain free when another request gets a slot."""
         return len(self._prefilling) + self._pages_for_next_round()
 
     def _pages_for_next_round(self) -> int:
-        """Return how many free pages the running requests may need for the next round.
+        """Return an upper bound of the free pages that running requests need for the next round.
 
-        At least one page is counted for each request.
+        It includes at least one page for each request, even if the request needs none.
         """
         page_size = self._caches[0].page_size
         pages = 0
@@ -511,7 +513,8 @@ class SlotManager:
     ) -> None:
         """Allocate free pages until a slot has `pages` pages in all caches.
 
-        If the slot has no pages yet, its first pages are `shared`.
+        The pages `shared` become the first pages of the slot. `shared` must be empty if the slot
+        has pages already.
         """
         positions = pages * self._caches[0].page_size
         for i, cache in enumerate(self._caches):

@@ -120,7 +120,7 @@ class EngineStats:
                 self.accepted[position] += 1
 
     def count_stale(self, count: int) -> None:
-        """Count a stale row with `count` tokens."""
+        """Count a batch row whose request has left its slot, and the row's `count` tokens."""
         self.stale_rows += 1
         self.surplus_tokens += count
 

@@ -156,7 +156,7 @@ def _read_shards(index: Path) -> dict[str, _Entry]:
 
 
 def _read_header(file: Path) -> dict[str, _Entry]:
-    """Read the header of one file. `safe_open` checks that the byte ranges do not overlap."""
+    """Read the header of one safetensors file, after `safe_open` has checked it."""
     try:
         with safe_open(file, "numpy"), file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")

@@ -192,7 +192,10 @@ class Yarn(Scaling):
 
     def frequencies(self, theta: float, head_dim: int) -> np.ndarray:
         def index(rotations: float) -> float:
-            """Return the index (not rounded) of the frequency that makes this many rotations."""
+            """Return the index (not rounded) of the frequency with this many full rotations.
+
+            The rotations are those over `original` positions.
+            """
             wavelength = self.original / rotations
             return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
@@ -308,7 +311,7 @@ class LongRope(Scaling):
 
 
 def _factors(section: Fields, name: str, count: int) -> tuple[float, ...]:
-    """Return a list of `count` positive numbers."""
+    """Return the config field `name`, the divisors of `count` frequencies."""
     factors = section.numbers(name, low=1e-6)
     if len(factors) != count:
         raise ConfigError(

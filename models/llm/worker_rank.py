@@ -104,7 +104,7 @@ class _Task:
         return sum(array.nbytes for array in self.arrays) // 4
 
     def add(self, lane: Lane, payload: PinnedArray) -> None:
-        """Add to a lane the copies of the payload to `arrays`, and then the work."""
+        """Copy the payload to `arrays` in `lane`, and then `launch` the work that reads them."""
         for array, view in zip(self.arrays, split_payload(payload, self.arrays), strict=True):
             lane.copy(array, view, name="rows")
         self.launch(lane)

@@ -130,10 +130,11 @@ class DraftBudget:
         self._undecided_rounds[bucket] += 1
 
     def drafts_to_generate(self, bucket: int, length: int) -> int:
-        """Return how many drafts a round with draft length `length` generates per request at most.
+        """Return the maximum number of drafts per request to generate for verification.
 
-        If the bucket has several batch rows, the result is the next greater length in `lengths`, if
-        there is one. The device can then give more rows to some requests and fewer to others.
+        A round with `length` verifies that many drafts per request on average. If the bucket has
+        several batch rows, the result is the next greater length in `lengths`, if there is one, so
+        that the device can verify more drafts of some requests and fewer of others.
         """
         if bucket == 1 or length == 0:
             return length
@@ -161,7 +162,7 @@ class DraftBudget:
         capacity
             Maximum number of drafts that the previous round could generate for this one.
         num_known
-            Number of drafts whose outcome is known, because they were not cut.
+            Number of drafts that had a forward row in the round, so that their outcome is known.
         accepted
             Number of accepted drafts.
         """
@@ -206,9 +207,9 @@ class DraftBudget:
         return self.lengths[index]
 
     def _neighbour(self, index: int, longer: bool) -> int:
-        """Return the index of the length next to `index`: the longer or the shorter one.
+        """Return the index of the next longer length if `longer`, else of the next shorter one.
 
-        At the end of the list of lengths, the neighbour on the other side is returned.
+        At the end of the list of lengths, return the neighbour on the other side.
         """
         step = 1 if longer else -1
         neighbour = index + step

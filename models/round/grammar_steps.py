@@ -88,7 +88,7 @@ class GrammarSteps:
             self._automata.add_commit(lane, self._row_slot, fill=row is not None)
 
     def add_draft(self, lane: GraphLane, j: int, rows: range, *, name: str) -> None:
-        """Add draft step `j`, see `graft.grammar.decoder.GuidedDecoder.draft_work`.
+        """Add the grammar step for draft or level `j` (`GuidedDecoder.draft_work`).
 
         Parameters
         ----------

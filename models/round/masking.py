@@ -55,7 +55,9 @@ __all__ = [
 
 
 class DraftMasking:
-    """Base class of the draft-masking strategies. It adds the commit step but no nodes per level.
+    """Base class of the draft-masking strategies.
+
+    It adds the grammar step that follows the commit, but no nodes per level.
 
     Parameters
     ----------
@@ -77,7 +79,7 @@ class DraftMasking:
     Attributes
     ----------
     commit_name
-        Node name of the commit step.
+        Node name of the commit step, the grammar step after the commit.
     commit_row
         Index of the mask row that is copied to the device after the commit step, because the first
         draft of this round is sampled under this mask row. None if drafts are not sampled under
@@ -140,7 +142,7 @@ class DraftMasking:
         """Add nodes between the logits of `level` (1-based) and the sampling of its drafts."""
 
     def after_draft(self, level: int) -> None:
-        """Add nodes after the drafts of `level` (1-based) have been sampled."""
+        """Add the nodes that follow the sampling of the drafts of `level` (1-based)."""
 
     def wait_for_commit(self) -> None:
         """Make the model lane wait for the mask rows that the commit step fills."""
@@ -148,7 +150,7 @@ class DraftMasking:
         self._wait_for_step("wait for row 0", self.commit_name)
 
     def _add_draft_step(self, j: int, name: str, rows: range) -> None:
-        """Add draft step `j`, which starts when the model lane reaches this point.
+        """Add the grammar step for draft `j` after the nodes that the model lane has so far.
 
         `rows` are the mask rows that the step may fill and under which the next drafts are sampled.
         """
@@ -157,7 +159,7 @@ class DraftMasking:
         self._step_done = self._grammar_lane.record(f"{name}: done")
 
     def _request_step(self, name: str) -> None:
-        """Make the grammar lane wait until the model lane has reached this point."""
+        """Make the grammar lane wait for all nodes that the model lane has so far."""
         self._grammar_lane.wait(self._model_lane.record(f"{name}: requested"))
 
     def _wait_for_step(self, part: str, step: str) -> None:

@@ -251,7 +251,7 @@ class RoundGraph:
         """
 
     def check(self) -> None:
-        """Raise the error of a host step that failed in this or an earlier replay, if any did."""
+        """Raise the error of CPU work in the graph that failed in this or an earlier replay."""
         for executable in self.execs:
             executable.check()
 
@@ -284,7 +284,7 @@ class RoundGraph:
         """Add nodes between verification and drafting. A subclass may override this method."""
 
     def _add_target_forward(self, feed: Feed) -> None:
-        """Add ``begin``, ``open`` and the target forward pass."""
+        """Add the target forward pass, and the nodes ``begin`` and ``open`` that precede it."""
         resources = self.resources
         grammar = self._grammar
         self._add_begin(feed)
@@ -303,7 +303,7 @@ class RoundGraph:
         self._stamps.end("wait for masks", open_name)
 
     def _add_begin(self, feed: Feed) -> None:
-        """Add the kernel that assigns slots and forward rows."""
+        """Add the kernel that assigns slots to batch rows, and forward rows to drafts."""
         resources = self.resources
         rows = feed.scratch.target_rows
         args = [
@@ -341,7 +341,7 @@ class RoundGraph:
         """
 
     def _add_verification(self, feed: Feed) -> None:
-        """Add sampling, verification and, for trees, the compaction of the KV cache."""
+        """Add nodes for sampling, verification and, for trees, the compaction of the KV cache."""
         resources = self.resources
         sampler = resources.sampler
         sampler.target.sample(self._model, feed.scratch.logits[: feed.count], feed.row_map)
@@ -359,7 +359,7 @@ class RoundGraph:
         self._stamps.end("verify", last=resources.drafter is None)
 
     def _add_drafting(self, feed: Feed, drafter: Drafter) -> None:
-        """Let the drafter process the committed tokens and generate the next round's drafts."""
+        """Add the nodes that process the committed tokens and generate the next round's drafts."""
         resources = self.resources
         model = self._model
         levels = min(resources.mode.levels, self.max_new_drafts)

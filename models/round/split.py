@@ -45,8 +45,9 @@ class SplitRound(RoundGraph):
     def finish(self, stream: Stream, wait_for: Callable[[GraphExec], None]) -> None:
         """Launch the remaining graphs of the round, each after the previous one has completed.
 
-        If `wait_for` raises an exception, for example because of Ctrl-C, the next call continues
-        with the graphs that have not been launched.
+        `wait_for` must return when the graph that it gets has completed. If it raises an exception,
+        for example because of Ctrl-C, the next call continues with the graphs that have not been
+        launched.
         """
         while self._pending:
             executable = self._pending.popleft()
@@ -65,8 +66,8 @@ class SplitRound(RoundGraph):
     def _start_graph(self) -> None:
         """End the current graph and continue both lanes in a new one.
 
-        The new graph is launched after the old graph has completed. All marks of the old graph are
-        reached then, so the new graph need not wait for them.
+        The new graph is launched after the old graph has completed, so none of its nodes needs to
+        wait for a mark (`GraphMark`) in the old graph.
         """
         self._add_graph()
         for lane in (self._model, self._grammar):

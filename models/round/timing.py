@@ -26,7 +26,7 @@ class Part:
     name
         What the model lane computes, or waits for.
     waits_for
-        Name of the host step that the lane waits for; empty if it computes.
+        Node name of the grammar step that the lane waits for; empty if it computes.
     """
 
     name: str

@@ -69,10 +69,10 @@ class StopFinder:
         self._match_length[state] = len(string)
 
     def _link_suffixes(self) -> None:
-        """Compute the suffix links of all states, those of shorter prefixes first.
+        """Compute the suffix links of all states in breadth-first order.
 
-        The link of a state leads to a shorter prefix and is computed from the links of shorter
-        prefixes.
+        The link of a state leads to a state of lower depth, and is computed from the links of such
+        states.
         """
         queue = deque(self._children[0].values())
         while queue:

@@ -47,10 +47,9 @@ class Detokenizer:
 
     There are two kinds of tokens. All tokens of a byte-level tokenizer, and the tokens ``<0x80>``
     to ``<0xFF>`` of a byte-fallback tokenizer, represent bytes: the bytes of consecutive tokens are
-    concatenated and decoded as UTF-8. The tokenizers library converts all other tokens. Of the
-    preceding tokens, only the last one affects the text of such a token. The end of its text
-    matters, and also whether there is a preceding token, because the library strips a leading space
-    at the beginning of a text.
+    concatenated and decoded as UTF-8. The tokenizers library converts all other tokens. The text of
+    such a token depends only on how the text of the preceding token ends, and on whether there is a
+    preceding token, because the library strips a leading space at the beginning of a text.
 
     Valid ids are less than `size`. If the tokenizer's decoder combines ByteLevel with steps that
     change the text, the constructor raises TokenizerError.
@@ -97,7 +96,7 @@ class Detokenizer:
             return b""
         if self._is_byte_level:
             return byte_level_bytes(piece)
-        # The library converts ASCII bytes, because it may strip a leading space.
+        # Tokens of ASCII bytes are left to the library, because it may strip a leading space.
         if self._has_byte_tokens and re.fullmatch("<0x[89A-Fa-f][0-9A-Fa-f]>", piece):
             return bytes.fromhex(piece[3:5])
         return None
@@ -112,8 +111,8 @@ class Detokenizer:
         """At most one id, which is decoded before other ids so that their leading space is kept.
 
         The library strips a leading space at the beginning of a text. An id with a non-empty text
-        before the space prevents this. The list is empty if no id that the library converts has a
-        non-empty text, or if the tokenizer is byte-level and the library therefore converts no ids.
+        before the space prevents this. The list is empty if the library has no such id. It is also
+        empty for byte-level tokenizers, whose ids are converted without the library.
         """
         if self._is_byte_level:
             return []

@@ -23,8 +23,8 @@ extern "C" __global__ void committed_rows(const int* row_slot, const Slot* slots
 }
 
 // Lays out draft `j` of a chain, one row per batch row, at position n + shift + j - 1, where n is
-// the position of the last committed token (`Slot.n`). A request whose chain has fewer than `j`
-// drafts gets a padding row.
+// the position of the last committed token (`Slot.n`). With shift 1, this is the draft's position
+// in the sequence. A request whose chain has fewer than `j` drafts gets a padding row.
 extern "C" __global__ void draft_rows(const int* row_slot, const Slot* slots, const RoundRow* rows,
                                       int row_words, int batch, int j, int shift, int* token,
                                       int* slot, int* pos) {

@@ -1,8 +1,8 @@
 // Passes hidden states from one multi-token prediction (MTP) module to the next.
 #include "graft.cuh"
 
-// Shifts the hidden states `x` of every slot by one row, because the next module processes the same
-// tokens at positions lower by one. Each row receives the previous row of its slot. The first row
+// Replaces each hidden state in `x` by that of the previous position of the same slot. The next
+// module needs this, because it processes the same tokens at positions lower by one. The first row
 // of a slot receives the last row of the previous call, which `carried` [slots, width] holds, and
 // `carried` receives the last row of this call. `earlier` receives pos - 1 and may be the array
 // `pos`. The positions of a slot must be ascending. Each thread processes one column.

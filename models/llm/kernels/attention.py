@@ -1,7 +1,8 @@
 """Attention over a paged KV cache: QKV projection, RoPE, attention, and compaction of the cache.
 
-Attention runs on tensor cores in form ``warp`` if the KV cache has 16 bits and heads have 64 or 128
-elements. It then uses workspace that all calls share, so the calls must run in order.
+The ``warp`` form of the kernels runs attention on tensor cores if the KV cache has 16 bits and
+heads have 64 or 128 elements. It then uses workspace that all calls share, so the calls must run in
+order.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Attention:
     def qkv_interleave(self, head_dim: int, head_norm: bool) -> Interleave:
         """Return the function for `Weights.stacked` that selects the layout of a QKV projection.
 
-        The rows of each head are interleaved if `project_qkv` is one kernel.
+        The rows of each head are interleaved if one kernel can do all of `project_qkv`.
         """
 
         def group(dtype: str, rows: int, columns: int) -> int:
@@ -180,8 +181,8 @@ class Attention:
         if self._loader.is_thread or kv.head_dim not in (64, 128) or kv.dtype == "float32":
             return 0
         parts = min(ceil_div(kv.positions, _SPLIT), _MAX_PARTS)
-        # In a launch with more than `queries` queries, one block computes all parts of a tile,
-        # because there are enough tiles for all blocks. Such a launch needs no workspace.
+        # A launch with more than `queries` queries has enough tiles for all blocks. One block then
+        # processes all positions of a tile, so the launch needs no workspace for partial results.
         queries = min(rows * heads, _BLOCKS // 2 * _TILE)
         size = parts * queries * (kv.head_dim + 4)
         device = self._loader.device

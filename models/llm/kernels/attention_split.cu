@@ -14,11 +14,11 @@
 // If one block computes all parts of a tile, it adds them on the chip. Otherwise the blocks write
 // them to a workspace, and the last block that finishes adds them.
 //
-// If all rows see the same 16 positions of a step, the step is computed for all rows at once.
-// Otherwise it is computed row by row. Values that a row must not see (positions after it, drafts
-// of other branches) therefore never enter its sums, not even multiplied by zero, so they may be
-// NaN. Queries and softmax weights are each split into two 16-bit floats, high and low, which keep
-// at least 16 bits of mantissa.
+// If all rows attend to all 16 positions of a step, the step is computed for all rows at once.
+// Otherwise it is computed row by row. Values to which a row must not attend (positions after it,
+// drafts of other branches) therefore never enter its sums, not even multiplied by zero, so they
+// may be NaN. Queries and softmax weights are each split into two 16-bit floats, high and low,
+// which keep at least 16 bits of mantissa.
 #ifndef WIDE_HEAD
 #define WIDE_HEAD 128
 #endif
@@ -35,7 +35,7 @@
 #define CHUNKS (WIDE_HEAD / 32)
 #define HALVES (WIDE_HEAD / 64)
 // Workspace entries of a part: the weighted sums, the maximum score, the mass (the sum of the
-// softmax weights) and padding.
+// unnormalized softmax weights) and padding.
 #define PART_WIDTH (WIDE_HEAD + 4)
 #define LOWEST -3.0e38f
 
@@ -48,7 +48,7 @@ struct TileRow {
 struct Tile {
   int leader;  // first row that is not padding
   int last;    // maximum position over the rows
-  int common;  // all rows see the same entries up to this position; -1 if there are several slots
+  int common;  // all rows attend to the same entries up to this position; -1 with several slots
 };
 
 // Returns the index in the KV cache of position `first` + lane % 16 of a row's slot. If this
@@ -140,7 +140,8 @@ struct FoldFactors {
   }
 };
 
-// Stores sum / mass. Padding rows have mass 0 and give zeros.
+// Stores sum / mass, where `mass` is the sum of the unnormalized softmax weights. Padding rows have
+// mass 0 and give zeros.
 __device__ __forceinline__ void store_quotient(float* y, Floats4 sum, float mass) {
   const float inverse = mass == 0.0f ? 0.0f : 1.0f / mass;
 #pragma unroll
@@ -152,8 +153,9 @@ __device__ __forceinline__ void store_quotient(float* y, Floats4 sum, float mass
 //
 // The rows are divided into runs of `run` consecutive rows; a row tile contains rows of one run. A
 // head tile contains `tile_heads` query heads of one KV head. A row of `qkv` has heads + 2 kv_heads
-// heads, queries first. `parts` is workspace [PARTS, rows, heads, PART_WIDTH]; it is not used if
-// one block computes all parts of a tile or if no row attends to more than SPLIT positions.
+// heads, queries first. The positions of a row are divided into parts (`parts_at`). `parts` is
+// workspace [PARTS, rows, heads, PART_WIDTH]; it is not used if one block computes all parts of a
+// tile or if no row attends to more than SPLIT positions.
 // `arrived` has one counter per tile. The counters must be zero before a launch, and are zero again
 // after it.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
@@ -253,9 +255,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   for (int part = blockIdx.z; part < tile_parts; part += blocks) {
     float sum[HALVES][8][4] = {};
     float top[2] = {LOWEST, LOWEST}, mass[2] = {};
-    // State of the loop over the steps of this warp; `number` counts the steps. Usually a step is
-    // computed for all rows at once, and `only` is -1. If the rows do not see the same positions,
-    // it is repeated for each row: `only` is the current row, `waiting` the set of remaining rows.
+    // State of the loop over the steps (16 positions each) of this warp; `number` counts the steps.
+    // Usually a step is computed for all rows at once, and `only` is -1. If the rows do not attend
+    // to the same positions, the step is repeated for each row: `only` is the current row, and
+    // `waiting` the set of remaining rows.
     int number = -1, first = 0, only = -1;
     unsigned int waiting = 0;
     const auto next_step = [&] {
@@ -378,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
         Floats4 all_sum = {};
         for (int w = 0; w < WARPS; ++w) all_top = fmaxf(all_top, part_top[w][m]);
         for (int w = 0; w < WARPS; ++w) {
-          // A warp without steps for the row has mass 0 and adds exact zeros.
+          // A warp that processed no position of the row has mass 0 and adds exact zeros.
           const float by = part_mass[w][m] > 0.0f ? exp_exact(part_top[w][m] - all_top) : 0.0f;
           all_mass = fmaf(part_mass[w][m], by, all_mass);
           add_scaled(&all_sum, part_sum[w][m][sum_index], by);

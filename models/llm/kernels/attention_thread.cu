@@ -4,9 +4,9 @@
 // attends to the committed positions and to the drafts on its path.
 //
 // Reduction order: online softmax (Milakov and Gimelshein, 2018) over tiles of TILE positions, in
-// order from position 0. Positions that a query must not see are skipped. The order depends only on
-// the position of the row, so the kernel is row invariant. A tile of keys and values is converted
-// to floats once for all queries that see the same positions.
+// order from position 0. Positions to which a query must not attend are skipped. The order depends
+// only on the position of the row, so the kernel is row invariant. A tile of keys and values is
+// converted to floats once for all queries that attend to the same positions.
 #ifndef HEAD_DIM
 #define HEAD_DIM 64
 #endif
@@ -35,8 +35,8 @@ struct Query {
   alignas(64) float sum[WIDTH];
 };
 
-// Keys and values of a tile as floats. The keys are interleaved in groups of 2 KEYS keys: the same
-// LANES dimensions of all keys of a group are contiguous.
+// Keys and values of a tile as floats. Keys are stored in groups of 2 * KEYS keys. A group stores
+// the first LANES dimensions of all its keys, then the next LANES dimensions of all, and so on.
 struct Tile {
   int slot;
   int row;  // draft-tree row whose path was loaded; -1 for cache positions in sequence order
@@ -45,7 +45,8 @@ struct Tile {
   alignas(64) float value[TILE * WIDTH];
 };
 
-// Returns whether all positions before `end` on the path of `query` equal their cache positions.
+// Returns whether all positions before `end` on the path of `query` are cached in sequence order.
+// In a draft tree, positions after the root may be cached in another order.
 __device__ __forceinline__ bool in_order(const Query& query, int end) {
   return query.path.drafts == 0 || end - 1 <= query.path.base;
 }
@@ -77,13 +78,13 @@ __device__ __forceinline__ void load_tile(Tile& tile, const Query& query, const 
   }
 }
 
-// Returns whether `query` sees all positions of the loaded tile.
+// Returns whether `query` attends to all positions of the loaded tile.
 __device__ __forceinline__ bool covers_tile(const Tile& tile, const Query& query, int first) {
   const int end = first + TILE;
   return tile.slot == query.slot && query.last >= end - 1 && in_order(query, end);
 }
 
-// Computes the dot products of COUNT queries with 2 KEYS keys. Each dot product has LANES partial
+// Computes the dot products of COUNT queries with 2 * KEYS keys. Each dot product has LANES partial
 // sums; partial sum i adds dimensions i, i + LANES, ... in order.
 template <int COUNT>
 __device__ __forceinline__ void score_keys(const Query* query, const float* key, int at,

@@ -27,7 +27,7 @@ from graft.models.llm.kernels.products import Products
 
 
 class ModelKernels:
-    """The operations of one device in one kernel form, by kind.
+    """The operations of the decoder models on one device, in one kernel form.
 
     All calls use the same workspace, so the work of one object must run in order.
 

@@ -3,8 +3,8 @@
 // operand B. Its warps divide the inner dimension: warp p computes the p-th partial sum
 // (linear_mma.cuh).
 //
-// The first weights are loaded before the kernel waits for the previous kernel, which does not
-// write them. The inputs of the epilogue are loaded before the main loop.
+// The first weights are loaded before the kernel waits for the previous kernel, because no kernel
+// writes weights. The inputs of the epilogue are loaded before the main loop.
 #ifndef TILES
 #define TILES 1
 #endif

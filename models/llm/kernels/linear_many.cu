@@ -2,8 +2,8 @@
 // of the mma operand B from a shared-memory pipeline. With split K (grid z > 1) a block computes
 // only some consecutive parts of the sums (linear_mma.cuh).
 //
-// The first weights are copied before the kernel waits for the previous kernel, which does not
-// write them.
+// The first weights are copied before the kernel waits for the previous kernel, because no kernel
+// writes weights.
 #ifndef ROW_BLOCK
 #define ROW_BLOCK 64
 #endif
@@ -32,8 +32,8 @@
 #define X_PACKS (ROW_BLOCK * PACKS)
 #define X_AT_ONCE ((ROW_BLOCK + 63) / 64)
 #define BLOCKS_PER_MULTIPROCESSOR (ROW_BLOCK == 32 ? 2 : 1)
-// Whether the positions of the rows are loaded to shared memory before the main loop. With tall
-// tiles, the totals leave no shared memory for the positions.
+// Whether the positions of the rows are loaded to shared memory before the main loop. Tall tiles
+// have no shared memory left for them, because the totals over partial sums are stored there.
 #define SHARES_STATES (ROPE_HEAD_DIM && !TALL)
 #define SPLIT_PAIRS (TALL ? 8 : 4)  // pairs per batch with split K
 
@@ -67,7 +67,7 @@ __device__ __forceinline__ int exchange_index(int row, int column) {
   return row * OUTPUTS + (column ^ (row << SPLIT_X & 6) << 2);
 }
 
-// Iterates over the pipeline stages of parts [part, end) in order.
+// Iterates over the pipeline stages of the partial sums [part, end) in order.
 struct StageIterator {
   int part;
   int end;
@@ -92,10 +92,10 @@ struct StageIterator {
 // the same weights, which are read from memory only once. With SPLIT_X, a row of x takes two rows
 // of the mma operand B, so a block has half as many rows of x.
 //
-// With split K, the blocks write their parts to `partials` [tiles, PARTS, ROW_BLOCK, 128], except
-// that the first block of a tile writes only the total of its parts. The last block of a tile to
-// arrive adds the parts in order. `arrived` [tiles] counts the blocks that have arrived; it must be
-// zero and is left zero. linear_mma.cuh documents the other arguments.
+// With split K, the blocks write their partial sums to `partials` [tiles, PARTS, ROW_BLOCK, 128],
+// except that the first block of a tile writes only the total of its partial sums. The last block
+// of a tile to arrive adds the partial sums in order. `arrived` [tiles] counts the blocks that have
+// arrived; it must be zero and is left zero. linear_mma.cuh documents the other arguments.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESSOR)
     linear_many(const Weight* weight, const float* weight_scale, const float* bias, const Input* x,
                 const float* residual, OUT* out, float* copy, int rows, int columns, int inner,
@@ -141,8 +141,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
                  weight + static_cast<long long>(at) * inner + from.inner() + k);
     }
   };
-  // Starts the copies of a stage's rows of x if they have 16 bits. Commits all copies started since
-  // the last commit.
+  // Starts the copies of the next rows of x to `stage`, if x has 16 bits, and commits them together
+  // with the copies of weights started since the last commit.
   const auto copy_rows = [&](int stage) {
     if (next_copy.valid()) {
 #pragma unroll
@@ -194,8 +194,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   const long long tile = static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x;
   float* const tile_partials = partials + tile * PARTS * ROW_BLOCK * OUTPUTS;
   float sum[COLUMN_TILES][ROW_TILES][4] = {};
-  // Sums over the finished parts, in the first block of a tile. With TALL, they are in shared
-  // memory.
+  // Totals over the partial sums that are complete, in the first block of a tile. With TALL, they
+  // are in shared memory instead.
   float total[COLUMN_TILES][ROW_TILES][4];
   // row_of and column_of return row and column of sum i in row tile n and column tile m of the
   // warp.
@@ -220,7 +220,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
         for (int i = 0; i < 4; ++i) {
           const float value = SPLIT_X ? sum[m][n][i & 2] + sum[m][n][i | 1] : sum[m][n][i];
           const int r = row_of(n, i), c = column_of(m, i);
-          // The first block of a tile adds its parts. The others store each part.
+          // The first block of a tile adds its partial sums in order. The other blocks store each
+          // partial sum, so that the last block to arrive can add them in order too.
           const float folded =
               begin > 0 || part == 0 ? value : (TALL ? before[n][i] : total[m][n][i]) + value;
           if (!TALL) total[m][n][i] = folded;
@@ -327,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
         if (first + row >= rows) return;
 #pragma unroll
         for (int p = 1; p < SUMS; ++p) {
-          // Unused parts are skipped: adding their 0 would change the sign of a sum of -0.
+          // Unused partial sums are skipped: adding their 0 would change the sign of a sum of -0.
           if (p >= count) break;
           top[u][0] = p > first_sum ? top[u][0] + top[u][p] : top[u][p];
           low[u][0] = p > first_sum ? low[u][0] + low[u][p] : low[u][p];

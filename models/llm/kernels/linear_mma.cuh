@@ -135,7 +135,7 @@ struct EpilogueInputs {
 #endif
 };
 
-// Loads the residual, which the previous kernel may have written.
+// Loads the residual. The previous kernel may write it, so wait for that kernel before the call.
 __device__ __forceinline__ void load_residual(EpilogueInputs* in, const Output& y, int row,
                                               int column) {
 #pragma unroll
@@ -316,16 +316,16 @@ __device__ __forceinline__ Pack16 pack_x(const Floats4* from, int split) {
   return pack;
 }
 
-// Adds to `sum` the products for 16 of the 32 inner indices that the packs of four lanes cover:
-// those in the first (h = 0) or second (h = 1) half of each pack. In lane 4 g + t, `top` and `low`
-// are weights of rows g and g + 8 of the mma tile.
+// Adds the products for 16 inner indices to `sum`. Four lanes together hold 32 inner indices, eight
+// in each pack. The call uses the first half of each pack if h is 0, the second if h is 1. In lane
+// 4 g + t, `top` and `low` are weights of rows g and g + 8 of the mma tile.
 __device__ __forceinline__ void step(float* sum, const Pack16& top, const Pack16& low,
                                      const Pack16& x, int h) {
   const unsigned int a[4] = {top.u[2 * h], low.u[2 * h], top.u[2 * h + 1], low.u[2 * h + 1]};
   mma_m16n8k16<WEIGHT16>(sum, a, x.u + 2 * h);
 }
 
-// Returns the number of parts that are not empty. It is below PARTS if there are few chunks.
+// Returns the number of partial sums that contain a chunk. It is below PARTS if there are few.
 __device__ __forceinline__ int parts_of(int inner) {
   return inner / CHUNK < PARTS ? inner / CHUNK : PARTS;
 }

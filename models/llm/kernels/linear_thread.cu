@@ -83,8 +83,8 @@ __device__ __forceinline__ void tile(const Product& y, int row, int column, int 
   }
 }
 
-// Computes columns [column, end) of ROWS rows, and writes each row with one copy. There are at most
-// COLUMNS columns.
+// Computes columns [column, end), at most COLUMNS, of ROWS rows. The results are collected on the
+// stack, so that the columns of a row are written to memory together.
 template <int ROWS, int PAIRS>
 __device__ __noinline__ void band(const Product& y, int row, int column, int end) {
   float sums[ROWS * COLUMNS];

@@ -25,7 +25,7 @@ __device__ __forceinline__ float exp_exact(float x) {
   p = fmaf(p, r, 1.0f);
   p = fmaf(p, r, 1.0f);
   const float power = __uint_as_float(__float_as_uint(p) + (__float_as_uint(rounded) << 23));
-  // If x is NaN, `power` may be finite: for 0x7fffffff, the NaN of GPUs, the sum is 0x7f7fffff.
+  // If x is NaN, `power` may be finite: for 0x7fffffff, the NaN of GPUs, it has bits 0x7f7fffff.
   return x == x ? power : x;
 }
 

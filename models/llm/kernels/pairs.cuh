@@ -12,8 +12,8 @@
 #endif
 #endif
 
-// The functions use inline assembly, because GCC splits 512-bit vectors that are loaded from
-// memory.
+// The functions for a 512-bit `Pair` use inline assembly, because GCC splits 512-bit vectors that
+// are loaded from memory.
 #if WIDE
 typedef float Pair __attribute__((vector_size(8 * LANES)));
 

@@ -1,8 +1,8 @@
 """Matrix products with their epilogues: residual, bias, norm, gate, RoPE.
 
-Form ``warp`` runs a matrix product on tensor cores if three conditions hold. The weights have 16
-bits, or 8 bits that are converted to bfloat16 when they are loaded. The inner size is a multiple of
-128. The number of output columns is a multiple of 16.
+The ``warp`` form of the kernels runs a matrix product on tensor cores if three conditions hold. The
+weights have 16 bits, or 8 bits that are converted to bfloat16 when they are loaded. The inner size
+is a multiple of 128. The number of output columns is a multiple of 16.
 
 Activations are float32. For tensor cores they are rounded to the dtype of the weights, as is usual
 in training and serving. With ``activations="float32"`` each activation is instead split into two
@@ -306,7 +306,7 @@ class Products:
             )
 
     def _check_folded_norm(self, product: _Product, norm: Norm, weight: Matrix, name: str) -> None:
-        """Check that a product runs on tensor cores, and check the arrays of its folded norm."""
+        """Check that a product can write a folded norm (`Norm`), and check the norm's arrays."""
         self._require_tensor_cores(product, "a folded norm", name)
         assert norm.square_sums is not None
         rows = product.rows

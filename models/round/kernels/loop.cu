@@ -11,8 +11,9 @@
 #include "conditional.cuh"
 #include "sampling/kernels/slot.cuh"
 
-// The running loop, in device memory. The rounds of a loop read their slots from an input ring with
-// one entry. The stamp of this entry is `next`.
+// The running loop, in device memory. A round reads its slots from an entry of an input ring, whose
+// stamp is the number of the replay that it is for. For the rounds of a loop, the ring has one
+// entry, and its stamp is `next`.
 struct Loop {
   int first;       // first replay of the loop
   int next;        // replay that the body runs next, if the host has published its entry
@@ -47,14 +48,16 @@ extern "C" __global__ void loop_begin(const int* replay, const int* ring_rows, i
 
 // Decides after verification whether the loop runs another replay. It does if
 //
-// - a request is active, and each active request has pages for `ahead` positions after its last
-//   token or, if this is less, up to its limit, and for `slack` positions more;
+// - a request is active;
+// - the pages of each active request suffice for the next replay: they have room for min(n + 1 +
+//   ahead, limit) + slack positions, where n and limit are fields of `Slot`;
 // - the output ring will have a free entry;
 // - the loop has run fewer than `max_rounds` replays;
 // - the host has not asked the loop to end.
 //
-// `reserved` is, for each batch row, the number of positions that have pages. The decision is
-// stored in `last` before the results of the replay are published. One block.
+// `reserved` is, for each batch row, the number of positions that have pages. Before the results of
+// the replay are published, its entry of `last` is set to 0 if the loop continues and to 1 if it
+// ends. One block.
 extern "C" __global__ void loop_decide(const int* replay, const int* row_slot, int batch,
                                        const Slot* slots, int slot_count, const int* reserved,
                                        int ahead, int slack, const int* end_loop,
