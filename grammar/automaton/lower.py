@@ -33,7 +33,7 @@ _REPETITIONS: dict[str, tuple[int, int | None]] = {
 
 
 def compile_automaton(grammar: ResolvedGrammar) -> bytes | None:
-    """Compile a grammar, resolved for LLGuidance, and return the serialized automaton.
+    """Compile a grammar in LLGuidance's form to an automaton, and return it serialized.
 
     Return None if the grammar is not known to be regular, or if the automaton would be too large.
     The time is limited to about 50 ms, so the function may run on untrusted grammars.

@@ -314,7 +314,7 @@ class LLGuidanceBackend:
     def compile(self, spec: Spec) -> CompiledGrammar:
         """Compile a grammar on the calling thread.
 
-        LLGuidance limits the size of the grammar and of its lexer.
+        There is no limit of time, but LLGuidance limits the size of the grammar and of its lexer.
         """
         check_spec(spec)
         return self.load(spec, prepare(spec, self._special_tokens(spec), self._automata))

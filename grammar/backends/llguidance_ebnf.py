@@ -378,7 +378,7 @@ class _Positions:
 
 
 class _Lowering:
-    """Divides a grammar into terminals and rules, and writes both in Lark's notation."""
+    """Divides an EBNF grammar into terminals and rules, and writes both in Lark's notation."""
 
     def __init__(self, rules: dict[str, Node], root: str):
         self.rules = rules

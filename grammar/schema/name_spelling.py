@@ -37,7 +37,9 @@ _ESCAPED = re.compile("[\x00-\x1f\x7f]")
 
 
 class OneSpelling(NamedTuple):
-    """A schema in which each property name that LLGuidance compares has only one JSON spelling.
+    """Result of `with_one_spelling`: a schema in which each compared name has only one spelling.
+
+    Names are compared with the names and the patterns that the schema lists.
 
     Attributes
     ----------

@@ -153,7 +153,7 @@ class _Search:
         self._places = list(self._values)
 
     def find(self, error: str, removed: Sequence[_Place]) -> tuple[_Place, str]:
-        """Return a cause of an error, and the error message that refers to this cause.
+        """Return a keyword that causes an error, and the error message that refers to this keyword.
 
         `removed` are the causes that were found before, and `error` is the error of the schema
         without these keywords. Raise `_NotFound` if no cause is found.

@@ -366,7 +366,7 @@ class _Lowering:
         return [[*first, self._loop(parts, free, form["type"]), free]]
 
     def _loop(self, parts: Sequence[Sequence[Piece]], free: Piece, name: str) -> Piece:
-        """Return the piece that matches any number of repetitions of free text and one of `parts`.
+        """Return the piece that matches free text and then one of `parts`, any number of times.
 
         `free` is the piece of the free text, and `name` is the type of the format.
         """

@@ -27,7 +27,7 @@ struct Memory {
   int64_t faults = 0;
 };
 
-// Returns the current values. `statm` is a descriptor of /proc/self/statm. Allocates nothing.
+// Reads the two values. `statm` is a descriptor of /proc/self/statm. Allocates nothing.
 Memory memory_of_thread(int statm) noexcept {
   Memory memory;
   char text[128] = {};
@@ -410,8 +410,8 @@ void Worker::read_commit(Slot& slot, bool idle, int64_t latest) noexcept {
     assignment.outdated = true;
   }
   assignment.drafted_replay = replay;
-  // While a commit of the slot is pending, none of the slot's mask rows is ready, and the device
-  // commits no tokens. A second commit is therefore an error.
+  // While a commit waits for the slot's matcher (`pending`), none of the slot's mask rows is ready,
+  // and the device commits no tokens. A second commit is therefore an error.
   assignment.pending.wrong =
       assignment.pending.given || !is_valid || count < 0 || count > exchange_.layout.rows;
   assignment.pending.given = true;

@@ -264,7 +264,7 @@ class Rewriter:
             return
         for keyword, why in numbers.narrowed.items():
             self.narrowed.append(Reason(site.at, keyword, why))
-        # The texts are compared because they distinguish 1.0 from 1, which equal dicts do not.
+        # The texts are compared because a dict with 1.0 equals a dict with 1.
         if repr(numbers.keywords) == repr(old) and not numbers.empty:
             return
         for keyword in old:
