@@ -385,10 +385,10 @@ def run(options: argparse.Namespace) -> int:
 def prepare_requests(
     rows: Sequence[PromptRow], engine: Engine
 ) -> tuple[list[PromptRow], list[Request]]:
-    """Apply the chat template to the prompts, and create one request per sample.
+    """Apply the chat template to the prompts, and create one request for each output of a row.
 
-    Return one row per output, and the requests of all rows without a refusal. If the prompt of a
-    row cannot be processed, this function adds a refusal to the row.
+    Return the rows, repeated once per output, and the requests of all rows without a refusal. If
+    the prompt of a row cannot be processed, this function adds a refusal to the row.
     """
     expanded = []
     accepted: list[Request] = []

@@ -154,7 +154,7 @@ def _option_name(key: str) -> str:
 def make_grammar(
     fields: Mapping[str, Any], partial: bool, *, check: bool = True
 ) -> GrammarSpec | None:
-    """Create the grammar that a row defines; return None if the row has no grammar.
+    """Create the grammar of a row of a prompt file; return None if the row has no grammar.
 
     Raise GrammarError or OptionError if the row has several grammars, or the grammar or an option
     is invalid.

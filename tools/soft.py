@@ -79,8 +79,8 @@ def soft_environment(
     report
         File to which faults are appended as lines of JSON, or "".
     count
-        File to which the counts of each launch of a PTX kernel are appended as a line of JSON, or
-        "".
+        File to which the counts of instructions and memory traffic of each launch of a PTX kernel
+        are appended as a line of JSON, or "".
     """
     library = soft_library()
     if not library.is_file():
@@ -219,10 +219,11 @@ def _run_child(command: Sequence[str], options: argparse.Namespace) -> int:
 
 
 def write_counts(lines: Sequence[str], path: Path) -> None:
-    """Write counts of launches, one JSON object per line, to a file as an array of JSON objects.
+    """Write the soft device's counts of kernel launches to a file, as an array of JSON objects.
 
-    Launches of one kernel with the same grid and block are one object. Its counts are sums, except
-    those of the longest block and of dependent loads, which are maxima.
+    `lines` has one JSON object per launch, with counts of instructions and memory traffic. Launches
+    of one kernel with the same grid and block become one object. Its counts are sums, except
+    ``longest_block_*`` and ``dependent_host_loads``, which are maxima.
     """
     found: dict[str, dict[str, Any]] = {}
     for line in lines:

@@ -54,7 +54,7 @@ MODES = ("rounds", "graph")
 #: another thread of this process.
 LOADS = ("idle", "process", "thread")
 _PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
-#: Time limit in seconds until the automaton of the grammar is built.
+#: Time limit in seconds for building the automaton of the grammar.
 _AUTOMATON_S = 30.0
 
 

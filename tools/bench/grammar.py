@@ -102,7 +102,7 @@ class Subject:
 
 
 def verdict(answer: dict[str, Any]) -> str:
-    """Return the verdict (one of `VERDICTS`) on the schema with the results `answer`."""
+    """Return the verdict (one of `VERDICTS`) on a schema. `answer` has the results for it."""
     if answer["outcome"] != "compiled":
         return str(answer["outcome"])
     if answer["partial"]:
@@ -127,7 +127,7 @@ def quantiles(values: np.ndarray) -> dict[str, float]:
 
 
 def summary(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one subject's counts of verdicts and instances, and quantiles of its times.
+    """Summarize one subject's results: counts of verdicts and instances, quantiles of times.
 
     The counts of instances exclude schemas of which the grammar enforces only a part.
     """
@@ -164,7 +164,7 @@ def _format_quantiles(values: dict[str, float]) -> str:
 
 
 def summary_table(summaries: dict[str, dict[str, Any]]) -> str:
-    """Return a table with one line per subject."""
+    """Return a table with one line per subject (evaluated implementation)."""
     heading = (
         "valid accepted|invalid accepted|compile ms p50/p99/p99.9/max|fill us p50/p99/p99.9/max"
     )

@@ -114,7 +114,7 @@ class Auto:
         return self._backend.compile(spec).matcher
 
     def find_route(self, schema: Any) -> None:
-        """Set `route` to the router's choice for a schema. Must be called before `compile`."""
+        """Set `route` to the choice of graft's router for a schema. Call it before `compile`."""
         self.route = route(schema, key_order=self.key_order)
 
     def fill(self, matcher: Any) -> None:
@@ -177,7 +177,7 @@ def evaluate_schema(
             First reason why the schema is refused or not enforced exactly, and the schema keyword
             that causes it.
         ``backend``
-            Backend that the router chose.
+            Backend that graft's router chose.
         ``partial``
             Whether the router declared that the grammar does not enforce all of the schema.
         ``compile_s``
@@ -187,7 +187,8 @@ def evaluate_schema(
         ``valid``, ``invalid``
             Whether each instance was accepted.
         ``declared``
-            Number of rejected valid instances whose rejection the route declared in advance.
+            Number of rejected valid instances whose rejection graft declared in advance (see
+            `_is_declared`).
     """
     answer: dict[str, Any] = {"partial": False, "backend": None, "why": "", "keyword": ""}
     if isinstance(subject, Auto):

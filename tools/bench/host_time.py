@@ -49,7 +49,8 @@ _SHARED = 512  # number of cached tokens of a waiting request's prompt
 _LONG_PROMPT = 1 << 16  # prompt length of a waiting request for which there are too few pages
 _MAX_CACHED = 1 << 16  # maximum number of cached tokens of a prompt
 #: In the case with cached prompts, the number of uncached tokens of a waiting prompt is this value
-#: times the number of running requests. More pages are then needed than are free.
+#: times the number of running requests. These tokens need more pages than are free: the free
+#: pages hold only about `_MAX_STEPS` tokens per running request.
 _FREE_PER_REQUEST = 640
 _MAX_LENGTH = 1 << 17
 _WARM_STEPS = 20
@@ -58,7 +59,7 @@ _MAX_STEPS = 500
 
 
 class Measurement(NamedTuple):
-    """Median time of a scheduler step in microseconds, for one case and size of cache and queue."""
+    """Median time of a scheduler step, for one case and numbers of pages and waiting requests."""
 
     case: str
     pages: int
@@ -67,7 +68,7 @@ class Measurement(NamedTuple):
 
 
 class _Replays:
-    """Replaces `Replays`: each round completes at once and commits one token per request."""
+    """Stands in for the engine's `Replays`: each round commits one token per request at once."""
 
     looping = False
     round_s = 0.0

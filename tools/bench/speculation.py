@@ -293,7 +293,7 @@ def masking_of(engine: Engine) -> str | None:
 def _verify_modes(
     options: argparse.Namespace, temperature: float, tree: str | None
 ) -> dict[str | None, str]:
-    """Return the verification modes to measure: a map from name to request option ``verify``.
+    """Return the request option ``verify`` for each verification mode to measure, by mode.
 
     Unless the option is "relaxed", greedy requests are verified greedily, and draft trees by
     coupled sampling. Values of ``--verify`` with the same effect are therefore measured only once.

@@ -167,7 +167,8 @@ def _compared_key(
 ) -> str | None:
     """Return the only key in which two configurations differ.
 
-    The result is None if `differences` does not compare the configurations.
+    The result is None if `differences` does not compare `one` with `other`. Other drafters are
+    compared with `first_drafter`.
     """
     changed = {key for key in CONFIGURATION_KEYS if one[key] != other[key]}
     if one["masking"] != "none" and other["masking"] != "none":

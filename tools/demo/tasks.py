@@ -304,7 +304,8 @@ WEIGHTS = {
 def new_key(rng: random.Random, kind: str, unseen: bool, used: set[str]) -> str:
     """Return a random key that is not in `used`, and add the key to `used`.
 
-    The key is natural for values of this kind. With `unseen`, it is one that training excludes.
+    Most keys suit values of the kind `kind` or are invented words. With `unseen`,
+    training excludes the key.
     """
     pools = UNSEEN if unseen else SEEN
     invented_share = 0.5 if unseen else 0.4

@@ -71,13 +71,14 @@ LAYER_TENSORS = {
     "ffn_up.weight": "mlp.up_proj.weight",
     "ffn_down.weight": "mlp.down_proj.weight",
 }
-#: Additional tensors of a layer whose query, key and value projections have biases.
+#: Biases of the query, key and value projections, for layers that have them: GGUF name to Hugging
+#: Face name.
 BIAS_TENSORS = {
     "attn_q.bias": "self_attn.q_proj.bias",
     "attn_k.bias": "self_attn.k_proj.bias",
     "attn_v.bias": "self_attn.v_proj.bias",
 }
-#: Additional tensors of a layer that normalizes query heads and key heads.
+#: Norms of query heads and key heads, for layers that have them: GGUF name to Hugging Face name.
 HEAD_NORM_TENSORS = {
     "attn_q_norm.weight": "self_attn.q_norm.weight",
     "attn_k_norm.weight": "self_attn.k_norm.weight",
@@ -211,10 +212,10 @@ class GgufFile:
         return float(str(stored)) if stored == value else float(value)
 
     def require_neutral(self, neutral: dict[str, tuple[float, ...]]) -> None:
-        """Check that metadata values of the architecture do not change the model's results.
+        """Raise GgufError if a metadata value changes the model's results in an unsupported way.
 
-        `neutral` maps a key to the values that have no effect; the first one is the default of an
-        absent key. Raise GgufError if the file has another value.
+        `neutral` maps metadata keys of the architecture (`key`) to the values that have no effect.
+        If the file lacks a key, the first of these values applies.
         """
         for key, values in neutral.items():
             value = self.get_number(key, values[0])
@@ -257,8 +258,8 @@ def file_dtype(file: GgufFile) -> str:
 def make_config(file: GgufFile, dtype: str) -> dict[str, Any]:
     """Return ``config.json`` for the model of a GGUF file, with `dtype` as the matrices' dtype.
 
-    Raise GgufError if the model has an unsupported head dimension or RoPE scaling, or a property
-    in `NEUTRAL_VALUES` that graft does not support, such as experts.
+    Raise GgufError if the model has an unsupported head dimension or RoPE scaling, or another
+    property that graft does not support, such as experts (`NEUTRAL_VALUES`).
     """
     file.require_neutral(NEUTRAL_VALUES)
     hidden_size = file.get_size("embedding_length")

@@ -142,7 +142,7 @@ def ray_cluster(count: int) -> Iterator[Callable[[], Actor]]:
 
 @contextmanager
 def private_folder() -> Iterator[str]:
-    """Create a folder that only this user can read, for Ray's files, and delete it at the end."""
+    """Create a folder for Ray's files, private to this user; delete it when the context ends."""
     with scratch_folder("graft-ray-") as parent:  # mode 0700; Ray sets the mode of `folder` to 0777
         folder = parent / "ray"
         folder.mkdir()

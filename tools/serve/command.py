@@ -239,7 +239,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_api_keys(keys: Sequence[str] | None) -> tuple[str, ...]:
-    """Return `keys`, the values of ``--api-key``, or the keys of the environment variable."""
+    """Return the keys of ``--api-key``; without this option, those of `API_KEY_VARIABLE`."""
     if keys is None:
         keys = os.environ.get(API_KEY_VARIABLE, "").split(",")
     return tuple(key.strip() for key in keys if key.strip())

@@ -149,7 +149,7 @@ class ResponseChoice:
         return self._tool_calls is not None and bool(self._tool_calls.cut_text)
 
     def reasoning_tokens(self, output: Output) -> int:
-        """Return the number of tokens of the reasoning section, including `END`."""
+        """Return the number of tokens of the reasoning section, including its end tag `END`."""
         if not self._has_reasoning:
             return 0
         text = b""

@@ -182,7 +182,7 @@ class EngineDriver:
             self._post([event])
 
     def _post(self, events: Sequence[Event]) -> None:
-        """Pass events from the thread to the event loop."""
+        """Pass events from the engine's thread to the event loop."""
         if events:
             self._loop.call_soon_threadsafe(self._deliver, events)
 

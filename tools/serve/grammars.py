@@ -37,8 +37,8 @@ class FoundGrammar(NamedTuple):
     #: Name of the field that defines the grammar, for error messages.
     name: str
 
-    #: Key of structured_outputs, ``"ebnf"``, or ``"strict_json"`` for a schema that allows no
-    #: additional properties.
+    #: Kind of grammar: a key of structured_outputs, ``"ebnf"``, or ``"strict_json"`` (a schema that
+    #: allows no additional properties).
     key: str
     value: Any
 
@@ -71,7 +71,8 @@ def find_grammars(
         if len(found) == 1 and not tools.required:
             found[0].check_size(limits)
             form = one_of([tool_format.calls(tools), _as_format(found[0])])
-            # The other grammar is also checked on its own, so that its errors name its field.
+            # The caller also checks the grammar `found[0]` on its own, so that its errors name its
+            # field.
             unused, found = found, []
         elif tools.required and [grammar.name for grammar in found] == ["response_format"]:
             # The output is a call, so there is no content to which response_format applies.

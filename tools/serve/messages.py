@@ -75,9 +75,9 @@ def read_messages(messages: Any, template: str | None = None) -> list[dict[str, 
 
     The content parts of a message are joined into one text, and the arguments of its tool calls are
     parsed from JSON. The role "developer" is replaced by "system" unless the template has this
-    role. Keys that are null and empty lists of tool calls are left out, because chat templates test
-    whether a key is defined. Messages can have roles and keys that occur in `template`, which is
-    the source of the chat template.
+    role. A key whose value is null, and an empty list of tool calls, are left out, because chat
+    templates test whether a key is defined. Messages can have roles and keys that occur in
+    `template`, which is the source of the chat template.
     """
     if not isinstance(messages, list) or not messages:
         raise ApiError("messages must be a list of at least one message", param="messages")

@@ -49,7 +49,7 @@ _SERVER_GAUGES = {
     "calls": "API requests in progress.",
     "requests_waiting": "Engine requests that wait for a slot.",
 }
-#: Counters of rounds that have a second label, as tuples of key, label and description.
+#: Counters of rounds with a label besides ``replica``, as tuples of key, label and description.
 _ROUND_COUNTERS = (
     ("rounds_by_kind", "kind", "Decoding rounds by kind of graph: host, device or loop."),
 )

@@ -32,7 +32,8 @@ from graft.tools.serve.engine_driver import COUNTERS_TIMEOUT_S, EngineInfo, erro
 from graft.tools.serve.router import Router
 
 LOG = logging.getLogger("graft")
-#: Number of replicas that must have died while they ran a request before it becomes a suspect.
+#: Number of replicas that must have died while they ran a request before it becomes a suspect: a
+#: request that may crash its engine.
 SUSPECT_DEATHS = 2
 
 #: Delay in seconds between the first failed attempt to restart a replica and the next attempt, and
@@ -92,7 +93,7 @@ class _RoutedRequest:
     received: tuple[int, int] = 0, 0
 
     def start(self) -> Request:
-        """Return the request to send to a replica, with the remaining time as its timeout."""
+        """Begin a run: return the request for a replica, with the remaining time as its timeout."""
         self.received = (0, 0)
         timeout_s = self.request.timeout_s
         if timeout_s is not None:
@@ -356,8 +357,8 @@ class Replicas:
     def _handle_death(self, replica: _Replica, message: str) -> None:
         """Terminate the process of a dead replica, and assign its requests to other replicas.
 
-        A request fails if more than `SUSPECT_DEATHS` replicas have died while they ran it. If the
-        last restart of every replica has failed, all waiting requests fail.
+        A request fails if more than `SUSPECT_DEATHS` replicas have died while they ran it. If every
+        replica has failed to restart, all waiting requests fail.
         """
         state = "died" if replica.alive else "did not start"
         LOG.warning("replica %d %s: %s", replica.number, state, message)

@@ -75,7 +75,7 @@ class ApiRequest:
         return isinstance(self.body, ChatRequest)
 
     def prompt_index(self, index: int) -> int:
-        """Return the index of the prompt of a choice."""
+        """Return the index of the prompt to which the choice with index `index` belongs."""
         return index * len(self.prompts) // len(self.requests)
 
 
@@ -177,7 +177,7 @@ class RequestParser:
     def _fit(
         self, body: ChatRequest | CompletionRequest, prompts: list[list[int]]
     ) -> list[list[int]]:
-        """Truncate prompts to ``truncate_prompt_tokens``, and check that the output fits too.
+        """Truncate prompts to ``truncate_prompt_tokens``; check that prompt and output fit.
 
         If ``truncate_prompt_tokens`` is -1, a prompt is truncated to the context length minus the
         maximum length of the output. The engine checks the lengths too, but its error messages name

@@ -183,7 +183,7 @@ class GenerationFields(Fields):
 
 
 class TemplateFields(Fields):
-    """Variables of the chat template."""
+    """Chat fields that have the same form in chat completions and in ``/v1/responses``."""
 
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_variables)] = Field(
         default_factory=dict
@@ -342,7 +342,7 @@ class ChatRequest(PromptFields, CompletionFields):
 
     @property
     def prompt_only(self) -> bool:
-        """False, because a chat completion always has generated text."""
+        """Whether the response has no generated text: never for a chat completion."""
         return False
 
     @model_validator(mode="after")

@@ -17,7 +17,8 @@ from graft.tools.serve.fields import Fields, only, read_fields, rule_error
 from graft.tools.serve.requests import ChatRequest, GenerationFields, TemplateFields
 
 _INCLUDE_LOGPROBS = "message.output_text.logprobs"
-#: Reasoning is always plain text, so encrypted reasoning is ignored.
+#: Values of the field ``include``. A request for encrypted reasoning has no effect, because
+#: reasoning is always returned as plain text.
 _Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _FIELD_NAMES = {

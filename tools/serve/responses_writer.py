@@ -1,7 +1,7 @@
 """Responses of ``/v1/responses``: complete responses, and the events of streamed ones.
 
-The chunks of the streamed chat completion are converted to the output items of the response and to
-the events of its stream.
+The output is first converted to chunks of a streamed chat completion. The chunks are converted to
+the output items of the response and to the events of its stream.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ class ResponsesWriter:
     def _parts(self, event: Event) -> list[tuple[str, Any, list[dict[str, Any]]]]:
         """Return the new parts of the output in order, as tuples (kind, part, log probabilities).
 
-        A chunk of a chat does not show whether its content precedes or follows a call. If the model
-        may call tools, the text is therefore processed character by character, so that each chunk
-        has only one of them. The parts are then joined.
+        If a chunk of a chat completion has both content and a call, it does not show which of them
+        comes first. If the model may call tools, the text is therefore processed character by
+        character, so that no chunk has both. Parts that belong together are then joined.
         """
         pieces = [event]
         if self._api_request.body.chosen_tools.functions and event.text:

@@ -74,7 +74,7 @@ class Wait:
 
 @dataclass
 class Trace:
-    """Timeline of replays: events and exposed waits, sorted by start time."""
+    """Timeline of replays: events, and waits of lanes for host steps, sorted by start time."""
 
     device: str  #: description of the device
     events: list[TraceEvent] = field(default_factory=list)
@@ -116,7 +116,7 @@ class Trace:
         return selected
 
     def add_graph(self, graph: Graph, spans: Sequence[Span]) -> None:
-        """Add all replays of one executable of `graph`, whose spans are sorted by start time."""
+        """Add all replays of one executable of `graph`. `spans` are its spans by start time."""
         handles = {span.node for span in spans}
         index_by_handle = {handle: graph.node_index(handle) for handle in handles}
         known = []
@@ -143,7 +143,7 @@ class Trace:
             self.waits.extend(exposed_waits(events, graph.edges))
 
     def summary(self) -> dict[str, Any]:
-        """Return the busy time of each lane and the exposed waits for each host step.
+        """Return how long each lane was busy, and how long lanes waited for each host step.
 
         The result can be passed to ``json.dumps``. Times are in nanoseconds.
         """
@@ -173,8 +173,8 @@ class Trace:
     def to_chrome(self) -> str:
         """Return the trace as JSON in Chrome's trace event format, which Perfetto can open.
 
-        Each lane is a track. The exposed waits of a lane are on a separate track. Times are in
-        microseconds since the first event.
+        Each lane is a track. The waits of a lane for host steps (`waits`) are on a separate track.
+        Times are in microseconds since the first event.
         """
         origin = min((event.start_ns for event in self.events), default=0)
         tracks: dict[str, int] = {}
@@ -326,7 +326,7 @@ def exposed_waits(events: Mapping[int, TraceEvent], edges: Sequence[tuple[int, i
 def _last_host_step(
     node: int, events: Mapping[int, TraceEvent], predecessors: Mapping[int, Sequence[int]]
 ) -> TraceEvent | None:
-    """Return the node if it is a host step, otherwise the last host step before it on its lane."""
+    """Return the event of the last host step on the lane of `node`, up to and including `node`."""
     lane = events[node].lane
     while True:
         if events[node].kind in HOST_KINDS:

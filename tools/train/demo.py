@@ -207,7 +207,7 @@ class Optimizers:
         return min(1.0, self.spent / self.minutes)
 
     def step(self, loss: Tensor) -> None:
-        """Update the parameters with the learning rate for the time that has been spent."""
+        """Update the parameters. The learning rate follows from the share of the time spent."""
         now = time.monotonic()
         self.spent += (now - self.clock) / 60
         self.clock = now
@@ -336,7 +336,8 @@ def distillation_loss(
     results of `data.pad` for a batch.
     """
     is_target = is_answer[:, 2:]
-    # The range begins `steps` entries before the answer. These entries are the context of drafts.
+    # The rows begin `steps` entries before the answer, because the first j entries of draft step j
+    # have no valid input.
     first = (is_target.int().argmax(1) - steps).clamp(min=0)
     width = int((is_target.sum(1) + steps).max())
     rows = (first[:, None] + torch.arange(width)).clamp(max=is_target.shape[1] - 1)

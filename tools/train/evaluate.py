@@ -42,7 +42,7 @@ def simulate_speculation(hits: list[list[bool]], row: list[int], start: int) -> 
     Parameters
     ----------
     hits
-        Whether draft j after token i is correct, by i and j.
+        ``hits[i][j]`` says whether draft j after token i, a guess of token i + j + 1, is correct.
     row
         Token ids.
     start

@@ -77,7 +77,7 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Attention(nn.Module):
-    """The projections of an attention layer, which apply the rotary embedding.
+    """Projections of an attention layer. `q` and `kv` also apply the rotary embedding.
 
     `width` is the number of input features. With `head_norm`, queries and keys are normalized.
     """

@@ -49,14 +49,14 @@ SIZES = Sizes(
     theta=100000.0,
     positions=8192,
 )
-#: Sizes of the head. It has as many key-value heads as attention heads, because the values of the
-#: key-value heads carry the embedding of the last token.
+#: Sizes of the head. It has as many key-value heads as attention heads, so that the values of each
+#: attention head can carry another part of the last token's embedding (`Trainer.initialize`).
 HEAD = replace(SIZES, kv_heads=9, inner=1664, theta=1e6)
 #: Layers whose outputs the head reads: EAGLE-3's default for a target with 30 layers.
 AUX_LAYERS = (1, 14, 26)
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 END = "<|im_end|>"
-#: Factor by which the loss multiplies logits, so that both distributions are sharpened.
+#: Factor by which the loss multiplies the logits of head and target to sharpen both distributions.
 SHARPNESS = 1.5
 #: Logit of an illegal token.
 MASKED_LOGIT = -1e4
@@ -64,9 +64,8 @@ MASKED_LOGIT = -1e4
 ROWS_PER_FILE = 32
 FOLDER = Path(__file__).parent
 HIDDEN = SIZES.hidden
-#: Families of requests with prompts of similar length. A value has the kinds of requests in a
-#: family and the maximum number of tokens of an answer. The requests of the family "own" are
-#: written by the target.
+#: Families of requests with prompts of similar length. Each family has its kinds of requests, and
+#: the maximum number of tokens of an answer. The target itself writes the requests of "own".
 FAMILIES = {
     "free": (("explain", "tips"), 128),
     "own": (("explain", "tips"), 128),
@@ -84,11 +83,11 @@ class Row:
     ids: list[int]  #: token ids of prompt and answer
     start: int  #: index of the first token of the answer
     kind: str  #: kind of the request
-    #: Token bitmask of each token of the answer; empty without a grammar.
+    #: Bitmask of the legal tokens at each position of the answer; empty without a grammar.
     legal: list[np.ndarray] = field(default_factory=list)
 
-    #: Hidden states, namely the outputs of AUX_LAYERS and the normalized last hidden state; float16
-    #: [n - 1, 4 hidden].
+    #: Outputs of AUX_LAYERS and normalized last hidden state for each of `ids` except the last one;
+    #: float16 [len(ids) - 1, 4 hidden].
     streams: Tensor = None
 
 
@@ -438,7 +437,7 @@ class Data:
     def batches(self, tokens: int, rng: random.Random) -> Iterator[list[Row]]:
         """Yield batches of rows of similar length in random order, forever.
 
-        The number of tokens of a batch is about `tokens` or less.
+        A batch has at most about `tokens` tokens, including padding.
         """
         while True:
             groups: list[list[Row]] = [[]]
@@ -515,7 +514,7 @@ class Trainer:
         self.rng = random.Random(0)
 
     def draft_logits(self, batch: Batch, steps: int) -> list[Tensor]:
-        """Return the masked logits of each draft step at the real positions."""
+        """Return each draft step's logits with illegal tokens masked; [real positions, kept]."""
         embedded = F.embedding(batch.ids[:, 1:-1], self.embed)
         output_rows = self.embed[batch.kept]
         logits = []
@@ -527,8 +526,9 @@ class Trainer:
     def _loss_positions(self, row: Row, steps: int) -> list[int]:
         """Return the positions of a row at which the loss is computed.
 
-        These are the positions of the answer. With one draft step, a random tenth of the prompt's
-        positions is added. With several draft steps, the two positions before the answer are added.
+        These are the positions that predict the tokens of the answer. With one draft step, a random
+        tenth of the prompt's positions is added. With several draft steps, the two positions before
+        them are added.
         """
         if steps == 1:
             sample = self.rng.sample(range(28, row.start - 2), (row.start - 30) // 10)
@@ -538,12 +538,12 @@ class Trainer:
         return [*before, *range(row.start - 2, len(row.ids) - 2)]
 
     def loss(self, rows: list[Row], steps: int) -> Tensor:
-        """Return the cross-entropy with the target's distribution, summed over draft steps.
+        """Return the head's cross-entropy with the target's distribution, summed over draft steps.
 
         Both distributions are sharpened because the head is used for greedy decoding. The weights
         of the draft steps are 1, 0.7 and 0.5. Verification stops at the first wrong draft, so the
-        weight of every later draft is multiplied by 0.15. The cross-entropy is computed over
-        the draft vocabulary, the tokens of the answers and 1,024 random ids.
+        weight of the drafts after a wrong draft is multiplied by 0.15. The cross-entropy is
+        computed over the draft vocabulary, the tokens of the answers and 1,024 random ids.
         """
         positions = [self._loss_positions(row, steps) for row in rows]
         answers = [torch.tensor(row.ids[row.start :]) for row in rows]
@@ -598,15 +598,15 @@ class Trainer:
     def initialize(self) -> None:
         """Initialize the head with a linear regression and with hand-made attention heads.
 
-        ``fc`` is initialized with the ridge regression that predicts the target's next normalized
-        output from the features. This output hardly varies in 96 directions. In these directions,
-        ``fc`` outputs a code of the token to which the feature belongs.
+        A ridge regression predicts the target's next normalized output from the features and the
+        embedding of the last token. ``fc`` outputs the part of the prediction that depends on the
+        features. In the 96 directions in which the target's output varies least, ``fc`` instead
+        outputs a code of the token to which the feature belongs.
 
-        Queries and keys of six attention heads are the same projection of the embedding, so that
-        these heads attend to their own position. These heads output the part of the regression's
-        prediction that depends on the embedding of the last token. Three heads attend to the
-        positions after earlier occurrences of the last token, and copy the tokens at these
-        positions.
+        Six attention heads output the part that depends on the embedding of the last token. Their
+        queries and keys are the same projection of the embedding, so that they attend to their own
+        position. Three heads attend to the positions after earlier occurrences of the last token,
+        and copy the tokens at these positions.
         """
         head = self.head
         d = HEAD.head_dim
@@ -614,7 +614,8 @@ class Trainer:
         attention = head.midlayer.self_attn
         q, k, v, o = (getattr(attention, f"{name}_proj").weight for name in "qkvo")
         rows = self.data.train[::3]
-        # Regression that predicts the next output from the features and the last token's embedding.
+        # Regression that predicts the target's next output from the features and the last token's
+        # embedding.
         table = F.rms_norm(self.embed, (HIDDEN,))
         x = torch.cat([row.streams[:-1, : 3 * HIDDEN].float() for row in rows]) / self.data.scale
         y = torch.cat([row.streams[1:, 3 * HIDDEN :].float() for row in rows]) / self.norm
@@ -631,8 +632,8 @@ class Trainer:
         white = axes[:, :-16] / size[:-16].sqrt() @ axes[:, :-16].T
         centered = white - torch.outer(white @ mean, mean) / mean.square().sum()
         projections = torch.linalg.qr(torch.randn(HIDDEN, HIDDEN))[0] @ centered
-        # fc outputs the regression and, in its directions of low variance, a code of the token to
-        # which the feature belongs.
+        # In the directions in which the target's output varies least, fc does not output the
+        # regression's prediction but a code of the token to which the feature belongs.
         low = torch.linalg.eigh(torch.cov(y.T))[1][:, :96]
         token_code = feature_token @ projections[-96:].T
         token_map = torch.linalg.solve(
@@ -717,15 +718,15 @@ class Trainer:
 
 
 def draft_hits(row: Row, predictions: list[Tensor]) -> list[list[bool]]:
-    """Return whether draft s after token t of the answer is correct, by t and s.
+    """Return whether draft s, a guess of token t + s + 1, is correct, by t (of the answer) and s.
 
     Parameters
     ----------
     row
         Row with its answer.
     predictions
-        Predicted ids by draft step, from position ``row.start - 4`` on. Draft s after token t is
-        predicted by entry t + s - 1 in step s.
+        Ids that each draft step predicts, from position ``row.start - 4`` on. Draft s after token t
+        is the id that step s predicts at position t + s - 1.
     """
     hits = []
     for t in range(row.start, len(row.ids)):

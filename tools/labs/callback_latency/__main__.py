@@ -78,7 +78,8 @@ class Measurement:
     #: Latencies in nanoseconds, one array per batch of replays.
     join: list[np.ndarray] = field(default_factory=list)
     hop: list[np.ndarray] = field(default_factory=list)
-    #: Whether each callback began while the busy thread held the GIL; one bool array per batch.
+    #: Whether each callback began while the busy thread held the GIL; one bool array per batch
+    #: of replays.
     gil_held: list[np.ndarray] = field(default_factory=list)
 
     def add(self, samples: Samples, gaps: Sequence[tuple[int, int]]) -> None:
@@ -99,9 +100,9 @@ class Measurement:
 def gil_was_held(begun: np.ndarray, gaps: Sequence[tuple[int, int]]) -> np.ndarray:
     """Return whether each callback began while the busy thread held the GIL (bool [n]).
 
-    This is the case if the busy thread ran between the end of the previous callback and the start
-    of this callback. Only callbacks request the GIL. Once the busy thread has run, it therefore
-    holds the GIL until the next callback, even if the operating system preempts it.
+    The busy thread held the GIL if it ran between the end of the previous callback and the start of
+    this callback. Only callbacks request the GIL, so once the busy thread has run, it holds the GIL
+    until the next callback, even if the operating system preempts it.
 
     `begun` has the start of each callback and the end of the previous one (int64 [n, 2]). `gaps`
     has start and end of each interval in which the busy thread did not run. All times are
@@ -119,7 +120,7 @@ def measure(
     limit_s: float,
     seed: int = 0,
 ) -> list[Measurement]:
-    """Measure all graphs in all states of Python, in a random order.
+    """Measure all graphs in the given states of Python ("idle", "busy"), in random order.
 
     The first batch of replays of each graph is a warm-up and is discarded. `samples` is the number
     of replays per graph and state. When the time limit of a state is reached, the measurements
@@ -157,8 +158,8 @@ def quantiles(nanoseconds: np.ndarray) -> dict[str, float]:
 def summarize(measurement: Measurement, baseline_ns: float) -> dict[str, Any]:
     """Return the results of one measurement.
 
-    `baseline_ns` is the median join of the graph with empty nodes. It is subtracted from the
-    joins.
+    `baseline_ns` is the median device time between the two kernels of the graph with empty nodes.
+    It is subtracted from the joins.
     """
     join = np.concatenate(measurement.join)
     gil_held = np.concatenate(measurement.gil_held).reshape(len(join), -1)

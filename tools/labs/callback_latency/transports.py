@@ -45,7 +45,8 @@ TRANSPORTS = (
     CUDA_CORE,
     CUDA_CORE_NATIVE,
 )
-#: Transports whose body is called by a thread of the driver. Only these transports have a hop.
+#: Transports whose body is called by a thread of the driver. Only these transports have a hop, the
+#: overhead of the call path.
 DRIVER_CALLED = ("native", "native spin", "python", CUDA_CORE, CUDA_CORE_NATIVE)
 #: Transports with a Python body.
 PYTHON_BODIES = ("python", CUDA_CORE)
@@ -65,8 +66,8 @@ class Samples(NamedTuple):
     hop: np.ndarray | None
 
     #: CLOCK_MONOTONIC in nanoseconds at which a callback began, and at which the previous callback
-    #: ended; int64 [n, 2]. If hops of Python bodies are recorded, there is one entry per callback.
-    #: Otherwise there is one entry per replay, with the replay's launch time as the first value.
+    #: ended; int64 [n, 2]. If the body is a Python function and hops are recorded, there is one
+    #: entry per callback. Otherwise, there is one entry per replay, whose launch is the beginning.
     begun: np.ndarray
 
 

@@ -70,9 +70,9 @@ RELEASED_STATUS = 3
 #: Duration of a native callback in microseconds.
 NATIVE_CALLBACK_US = 150_000
 MAILBOX_DEADLINE_S = 6.0
-#: Maximum time in seconds for which the kernel blocks the stream.
+#: Maximum time in seconds for which the kernel ``hold`` blocks the stream.
 BLOCK_LIMIT_S = 60.0
-#: Maximum time in seconds until the callback waits for the GIL or runs.
+#: Time limit in seconds for the callback to request the GIL, or to run without it.
 POSITION_LIMIT_S = 60.0
 #: Time in seconds after which the callback is assumed to have begun on CUDA hardware, where
 #: requests for the GIL are not reported.
@@ -117,7 +117,7 @@ class Case:
 
 
 def unavailable(transport: str) -> str:
-    """Return the reason why a transport cannot be tested here, or "" if it can be tested."""
+    """Return why one of `TRANSPORTS` cannot be tested here, or "" if it can be tested."""
     if transport == "cuda.core" and importlib.util.find_spec("cuda.core") is None:
         return "cuda.core is not installed (pip install cuda-core)"
     return ""
@@ -151,7 +151,7 @@ class _Stream:
 def enqueue_callback(
     device: Device, transport: str, stream: _Stream
 ) -> tuple[Callable[[], None], object]:
-    """Enqueue the callback of a transport on a stream.
+    """Enqueue a callback on a stream, with one of `TRANSPORTS` as the mechanism that calls it.
 
     Return a function that raises the callback's error, if there is one, and the objects that must
     live until the callback has run.
@@ -174,7 +174,7 @@ def enqueue_callback(
 def _enqueue_graft(
     device: Device, transport: str, stream: _Stream
 ) -> tuple[Callable[[], None], object]:
-    """Launch a graph of graft with one host step."""
+    """Launch a graph of graft with one host step; return what `enqueue_callback` returns."""
     work: HostWork
     if transport in ("python", "mailbox-python"):
         work = PythonWork(int)
@@ -193,7 +193,7 @@ def _enqueue_graft(
 
 
 def _enqueue_cuda_core(device: Device, stream: _Stream) -> tuple[Callable[[], None], object]:
-    """Launch a graph of cuda.core with one callback."""
+    """Launch a graph of cuda.core with one callback; return what `enqueue_callback` returns."""
     from cuda.core import Device as CoreDevice
     from cuda.core import Stream as CoreStream
     from cuda.core.graph import GraphDefinition
@@ -244,7 +244,7 @@ def prepare_call(device: Device, case: Case, stream: _Stream) -> tuple[Callable[
 
 
 def _prepare_first_launch(device: Device, driver: Any) -> tuple[Callable[[], None], object]:
-    """Prepare the first launch of a kernel, on a separate stream."""
+    """Prepare a kernel's first launch, on another stream; return what `prepare_call` returns."""
     text = CLOCK_KERNELS.read_text()
     kernel_source = KernelSource(text, CLOCK_KERNELS.name, {}, CLOCK_KERNELS.parent)
     module, keep = compile_source(device, kernel_source)
@@ -300,7 +300,7 @@ def make_position_wait(device: Device, case: Case) -> Callable[[], None]:
 
 
 def _wait_for_watch(device: Device) -> None:
-    """Wait until the soft device records requests for the GIL."""
+    """Wait until the soft device is ready to record requests for the GIL."""
     if device.kind != "soft":
         return
     soft = ctypes.CDLL(SONAME)

@@ -32,7 +32,7 @@ __all__ = [
 
 #: A structural format, see `graft.grammar.structural.formats`.
 Format = dict[str, Any]
-#: Function names that notations without quotes can express.
+#: Function names that can be written without quotes.
 NAME = re.compile(r"[\w.-]+")
 
 
@@ -60,21 +60,22 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of calls, for a union with another format (`one_of`)."""
+        """Return the structural format of calls, as the alternative to other text (`one_of`)."""
 
     def required_calls(self, tools: ToolChoice) -> Format:
         """Return the structural format of an output that must consist of calls."""
         return self.calls(tools)
 
     def output(self, tools: ToolChoice) -> Format:
-        """Return the structural format of the output of a request with tools."""
+        """Return the structural format of an output: only calls if `tools` requires a call."""
         return self.required_calls(tools) if tools.required else self.text_with_calls(tools)
 
     @abstractmethod
     def parse(self, source: TextSource, tools: ToolChoice) -> Steps[None]:
-        """Yield the content and the calls of an output that has the format `output` or `calls`.
+        """Yield the content and the calls of an output as events.
 
-        Raise Mismatch if the output ends early, or does not have this format.
+        Raise Mismatch if the output ends early, or matches neither the format that `output` returns
+        nor the one that `calls` returns.
         """
 
     def call_id(self, random_hex: str) -> str:
@@ -159,7 +160,10 @@ def read_json_call(source: TextSource, arguments_key: str) -> Steps[None]:
 
 
 def check_names(tools: ToolChoice, format_name: str) -> None:
-    """Raise ApiError if a function has a name that a notation without quotes cannot express."""
+    """Raise ApiError if the name of a function cannot be written without quotes.
+
+    `format_name` is the name of the notation in the error message.
+    """
     for function in tools.functions:
         if not NAME.fullmatch(function["name"]):
             raise ApiError(

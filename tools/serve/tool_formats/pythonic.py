@@ -37,7 +37,8 @@ from graft.tools.serve.tool_formats.source import (
 __all__ = ["Pythonic"]
 
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
-#: Characters that a text in single quotes must not contain.
+#: Characters, besides the quote, that would need an escape in single quotes. A string with one of
+#: them is generated as JSON.
 _ESCAPED = ["\\", "\n", "\r"]
 
 
@@ -140,7 +141,10 @@ def _value(parameter: Parameter) -> Format:
 
 
 def _listed_texts(schema: Mapping[str, Any]) -> list[str]:
-    """Return Python literals of the ``enum`` or ``const`` values that JSON writes differently."""
+    """Return the Python literals of the strings, booleans and nulls in ``enum`` or ``const``.
+
+    Strings that would need escapes are left out, because they are generated as JSON.
+    """
     keywords = constraints(schema)
     keyword = "const" if "const" in keywords else "enum"
     is_text = schema.get("type") == "string"
