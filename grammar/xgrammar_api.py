@@ -133,7 +133,7 @@ class GrammarCompiler:
         return self.compile(GrammarSpec.regex(regex))
 
     def compile_grammar(self, grammar: str, *, root_rule_name: str = "root") -> CompiledGrammar:
-        """Compile a grammar in EBNF."""
+        """Compile a grammar in XGrammar's EBNF notation."""
         return self.compile(GrammarSpec.ebnf(grammar, root_rule_name))
 
     def compile_structural_tag(self, tag: str | dict[str, Any]) -> CompiledGrammar:

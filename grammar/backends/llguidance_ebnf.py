@@ -480,7 +480,7 @@ class _Lowering:
             return replace(node, part=self._expanded(node.part, budget))
         return node
 
-    # Notation
+    # Output in Lark's notation
 
     def _define(self, node: Node, terminal: bool) -> str:
         """Return the name of the terminal or rule that matches `node`; define it if it is new."""

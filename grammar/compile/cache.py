@@ -12,7 +12,7 @@ from graft.native.errors import OptionError
 
 __all__ = ["CACHE_BYTES", "GrammarCache"]
 
-#: Default size limit in bytes.
+#: Default size limit of the cache of compiled grammars, in bytes.
 CACHE_BYTES = 1 << 29
 
 #: Estimated size of an entry's Python objects, without the texts and the compiled grammar.

@@ -32,7 +32,7 @@ _COMBINING = word_set(
 #: Keywords that only contain other keywords or say where they apply.
 _STRUCTURAL = word_set("type properties items prefixItems required $ref")
 
-#: Keywords that are never a cause.
+#: Keywords that are never reported as the cause of an error.
 _NEUTRAL = word_set(
     """$schema $id id $defs definitions $comment title description default examples $anchor
     $dynamicAnchor $recursiveAnchor"""

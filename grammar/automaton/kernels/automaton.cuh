@@ -13,7 +13,7 @@
 #define NODE_ENDED -2    // row 0 only: the text is complete
 #define NODE_ERROR -3    // row 0 only: verification committed an illegal token
 
-// FillItem.action
+// Values of FillItem.action.
 #define FILL_NOTHING 0
 #define FILL_STAMP 1  // only write the stamp
 #define FILL_ROW 2    // write the mask row and the stamp
@@ -22,7 +22,7 @@
 // evicted, the new row is not stored.
 #define CACHE_TRIES 64
 
-#define AUTOMATON_STOPS 64  // maximum number of stop ids of a promoted request
+#define AUTOMATON_STOPS 64  // maximum number of stop ids in an AutomatonSlot
 #define AUTOMATON_NODES 65  // MAX_DRAFTS + 1
 
 // Header of an automaton's table. These arrays follow it without gaps:
@@ -86,12 +86,13 @@ struct FillItem {
 struct RowCache {
   unsigned int launch;  // number of the last kernel that has used the cache
   unsigned int hand;    // next row to examine for eviction
-  // Counts of rows.
+  // Numbers of mask rows that the kernels have found in the cache (hits), not found (misses),
+  // stored in it and evicted from it.
   unsigned int hits;
   unsigned int misses;
   unsigned int stored;
   unsigned int evicted;
-  // Count of accepted drafts that the grammar forced.
+  // Number of accepted drafts that the grammar forced.
   unsigned int forced;
 };
 
