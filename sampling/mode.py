@@ -106,7 +106,7 @@ class DraftMode:
 
     @classmethod
     def chain(cls, drafts: int, masking: str = "fill", candidates: int = 0) -> DraftMode:
-        """Return the mode of a chain with one draft per level; without drafts, "proposed"."""
+        """Return the mode of a chain with one draft per level; kind "proposed" if `drafts` is 0."""
         if drafts == 0:
             return cls(drafts=0)
         return cls(drafts=drafts, levels=drafts, masking=masking, candidates=candidates)

@@ -1,4 +1,4 @@
-"""Rows of the target forward pass, and columns of a drafter's logits."""
+"""Maps rows of the target forward pass to drafts, and columns of a drafter's logits to ids."""
 
 from __future__ import annotations
 

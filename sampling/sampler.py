@@ -1,4 +1,4 @@
-"""The sampling kernels of a round, grouped by job."""
+"""The sampling kernels of a round: target, chain drafts, verification, proposals, mask rows."""
 
 from __future__ import annotations
 

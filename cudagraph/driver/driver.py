@@ -31,9 +31,9 @@ _error_detail: Callable[[bool], str] | None = None
 def _after_fork() -> None:
     """Mark this process as a forked child, in which `call` refuses driver calls.
 
-    The child has no reaper thread, the thread that frees driver resources and for which ``flush()``
-    waits. ``flush()`` returns at once after the native gate, through which native threads enter
-    Python, is closed.
+    The child does not have the reaper, the thread that frees driver resources, so ``flush()`` would
+    wait for it in vain. Closing the gate, through which native threads enter Python, makes
+    ``flush()`` return at once.
     """
     global _forked
     _forked = True

@@ -61,8 +61,9 @@ class Attached(NamedTuple):
     programmatic: bool = False  # whether the edge from the previous kernel is programmatic
 
 
-#: Function that retains the owners of a node's operands on a CUgraph. It returns the result code,
-#: the name of the driver function that failed, and the fields of `Attached` except `programmatic`.
+#: Function that makes a CUgraph keep the owners of a node's operands alive (in a CUDA user object).
+#: It returns the result code, the name of the driver function that failed, and the fields of
+#: `Attached` except `programmatic`.
 Attach = Callable[[int], tuple]
 #: Function that creates a driver node and returns its CUgraphNode. Its arguments are the CUgraph,
 #: the CUgraphNodes that the node depends on, and `Attached`.
@@ -185,8 +186,8 @@ class GraphBase(ABC):
         """Return the CUgraphNode of a node, given as an entry of `nodes` or by name.
 
         OptionError is raised if the node does not exist, its name is ambiguous, it is not of
-        `kind`, or it has a programmatic edge. The message says what the caller wanted to do with
-        the phrase `action`, such as "change the".
+        `kind`, or it has a programmatic edge. `action` is the part of the message that says what
+        the caller wanted to do, such as "change the".
         """
         if isinstance(node, str):
             found = [n for n in self.nodes if n.name == node]

@@ -85,9 +85,9 @@ def waiting_kernels(text: str) -> frozenset[str]:
 
 
 def _always_waits(body: str) -> bool:
-    """Return whether a kernel meets the conditions of `waiting_kernels`.
+    """Return whether every thread of a kernel calls ``wait_for_previous_kernel()``.
 
-    `body` is the text after the kernel's parameter list.
+    `waiting_kernels` lists the conditions. `body` is the text after the kernel's parameter list.
     """
     for call in _WAIT.finditer(body):
         before = _without_blocks(body[: call.start()].strip())

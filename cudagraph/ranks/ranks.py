@@ -312,7 +312,7 @@ class AllGather(ABC):
         """Connect the ranks. All ranks must call this method before the first all-gather."""
 
     def local_buffer(self, rows: int, columns: int) -> DeviceArray:
-        """Return the float32 [rows, columns] buffer for this rank's part.
+        """Return the float32 [rows, columns] buffer for this rank's input of an all-gather.
 
         All calls return the same memory.
         """

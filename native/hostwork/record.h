@@ -55,7 +55,8 @@ class HostRecord : public Record {
   // Runs the work once and counts the run. Failures are stored in the state of the graph or, for
   // eager work, in the stream's list of failures.
   void run() noexcept;
-  // Runs the work as part of a given replay; the run is not counted here.
+  // Runs the work for a replay whose number the caller knows. Unlike run(), which derives the
+  // number of the replay from the count of runs, this function does not count the run.
   void run_as(std::int64_t replay) noexcept;
 
   // Reports a failure of the current run. Takes ownership of `exception`.

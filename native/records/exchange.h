@@ -7,9 +7,9 @@
 // replays are numbered from 1, so that a reader can tell a current record from an older one. The
 // host's numbers are not limited. Records and kernels contain the lower 32 bits of a number, which
 // repeat after 2^32 replays: compare them with == or with replays_since(), never with <. When a
-// request whose records will be read joins a slot, the host or a kernel renews these records, so
-// that none is older than the request. A *mask row* is a bitmask with one bit per token id. Row 0
-// of a slot constrains the token after the last committed one, row j the token after draft j.
+// request gets a slot, the host or a kernel renews those records of the slot that will be read, so
+// that none of them is older than the request. A *mask row* is a bitmask with one bit per token id.
+// Row 0 of a slot constrains the token after the last committed one, row j the token after draft j.
 #pragma once
 
 #if defined(__CUDACC__) || defined(__SOFTCUDA__)

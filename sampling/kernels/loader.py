@@ -23,7 +23,7 @@ _CPU_ROW_BLOCK = 1
 
 
 def row_block(device: Device) -> int:
-    """Return the number of threads per row block."""
+    """Return the number of threads of a block that processes a row of logits or a part of it."""
     return _GPU_ROW_BLOCK if device.runs_gpu_code else _CPU_ROW_BLOCK
 
 

@@ -323,8 +323,8 @@ struct Weights {
     return (filter.top_k > 0 && filter.top_k < row.size) || filter.top_p < 1.0f;
   }
 
-  // Returns the span of a column with this logit, which must have a positive weight. The result is
-  // less than SPANS, because no positive weight is below exp(-87).
+  // Returns the span (histogram bin, see SPANS) of a column with this logit, which must have a
+  // positive weight. The result is less than SPANS, because no positive weight is below exp(-87).
   __device__ __forceinline__ int span(float logit) const {
     return static_cast<int>(fmul(fmul(fadd(best, -logit), inverse_temperature), 11.5f));
   }
@@ -335,8 +335,8 @@ struct Weights {
     return filter.min_p < 1.0f ? filter.min_p : 1.0f;
   }
 
-  // Calls visit(column, weight, logit) for each column of positive weight. The threads of the block
-  // share the columns of the row.
+  // Calls visit(column, weight, logit) for each column of positive weight. The columns of the row
+  // are divided among the threads of the block.
   template <class Visit>
   __device__ __forceinline__ void for_each(Visit visit) const {
     for (int base = static_cast<int>(threadIdx.x); base < row.size; base += BLOCK * LOADED) {
@@ -365,8 +365,8 @@ struct Weights {
   }
 };
 
-// Columns that top-k and top-p keep: all columns of the spans before the last one, and the columns
-// of the last span whose rank is at least `floor`.
+// Columns that top-k and top-p keep. In the spans (histogram bins, see SPANS) before the last one,
+// these are all columns; in the last span, the columns whose rank is at least `floor`.
 struct Cut {
   int end;    // index of the last span, plus 1
   u64 floor;  // smallest kept rank in the last span

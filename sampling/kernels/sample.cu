@@ -104,13 +104,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 // Samples draft j of a chain, for each slot that committed tokens in this replay, is still active
 // and has j - 1 drafts. Only tokens that mask row j - 1 allows can be drafts.
 //
-// Whether draft j is generated depends only on the tokens before it: on the stamp of the mask row,
+// Whether draft j is generated depends only on the tokens before it: on the state of the mask row,
 // stop ids, the length limit, and the drafter's legal logits. It never depends on the token that
 // would be sampled.
 //
 // In probe modes, the grammar has tested candidates, and the draft is a point mass: the first legal
-// candidate in the order in which the target will prefer tokens. If no candidate was legal (answer
-// -1), the grammar has filled mask row j - 1 instead, and the draft is sampled under this row.
+// candidate in the order in which the target will prefer tokens. If no candidate was legal
+// (Answer.id is -1), the grammar has filled mask row j - 1 instead, and the draft is sampled under
+// this row.
 // Requests without a grammar are not probed; their drafts are sampled from the drafter's
 // distribution.
 //

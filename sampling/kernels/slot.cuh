@@ -33,8 +33,8 @@
 #define ACCEPT_PROB_DECAY 0.8f          // weight of the old value in a round that tested the draft
 #define ACCEPT_PROB_RECOVERY 0.015625f  // step towards the initial value in any other round
 
-// One request. Python accesses this struct by field name (sampling/state.py). SlotState.join passes
-// it to the kernel by value.
+// State of one running request. Python accesses this struct by field name (sampling/state.py).
+// SlotState.join passes it to the kernel by value.
 struct Slot {
   int n;          // position of `last`
   int last;       // last committed token

@@ -26,8 +26,8 @@ __device__ __forceinline__ int first_child(const TreeSize& tree, int level) {
   return level == 1 ? 0 : tree.branch + (level - 2) * tree.branch * tree.branch;
 }
 
-// Returns the row of the f-th node whose children are the nodes of `level`. Row 0 is the slot's
-// last token, the only parent of level 1.
+// Returns the row of the f-th parent of the nodes of `level`, in the temporary tree of the nodes
+// that are fed to the drafter. Row 0 is the slot's last token, the only parent of level 1.
 __device__ __forceinline__ int fed_row(const TreeSize& tree, int level, int f) {
   return level == 1 ? 0 : (level - 2) * tree.branch + f + 1;
 }
@@ -41,9 +41,8 @@ __device__ __forceinline__ bool is_probed(const int* exchange, const ExchangeLay
 }
 
 // Finds the most likely ids after each parent of a level, and their log probabilities. For sampled
-// requests, the weight of an id is the score p / E that the id will have in the target's
-// exponential race at this position, with the same random numbers. One value of blockIdx.x per row
-// of logits.
+// requests, the weight of an id is p / E. E is the exponential variate that the target will use for
+// the same id and position (row.cuh). One value of blockIdx.x per row of logits.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     tree_candidates(float* logits, int draft_vocab, int token_limit, const int* d2t, const int* t2d,
                     const int* row_slot, int level, const TreeSize tree, const int* tables,

@@ -19,7 +19,7 @@
 //
 // Forward row r belongs to batch row b and its draft j (see map_entry), and tests draft j. Let d_i
 // be draft i, p_i and q_i the target and draft distributions of its token, and g the number of
-// drafts whose target row is ready. Then
+// drafts before the first target row that has no distribution (row_ok). Then
 //
 //   P_0 = 1    P_i = min(1, P_{i-1} p_i(d_i) / q_i(d_i))
 //   R_i = sum max(P_i p_{i+1} - q_{i+1}, 0)    h_i = R_i / (R_i + 1 - P_i)    h_g = P_g
