@@ -178,12 +178,12 @@ class Drafter:
     def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:
         """Process the tokens that this round committed and make the first drafts.
 
-        If ``feed.width`` is 1, the next round verifies no drafts, and the engine does not read the
-        returned logits.
-
         Return the logits of level 0, float32[B, Vd], where Vd is the size of the draft vocabulary.
         The sampler changes them in place for requests with logit adjustments. A drafter that writes
         all drafts to ``feed.proposal`` returns None.
+
+        If ``feed.width`` is 1, the next round verifies no drafts. The engine then ignores the
+        result.
         """
         raise DrafterError(f"{type(self).__name__} does not define start")
 

@@ -110,18 +110,19 @@ class BlockDrafter(Drafter):
         """
 
     def _choose_candidates(self, lane: Lane, normed: DeviceArray, logits: DeviceArray) -> None:
-        """Add kernels that run after the logits of all levels have been computed; by default none.
+        """Add the kernels that choose candidate ids for all levels; by default none.
 
-        `normed` [R, hidden] contains the final hidden states from which `logits` were computed.
+        They run after the logits of all levels have been computed. `normed` [R, hidden] contains
+        the final hidden states from which `logits` were computed.
         """
 
     def _adjust_level(
         self, lane: Lane, feed: Feed, level: int, logits: DeviceArray, previous: DeviceArray
     ) -> None:
-        """Change the logits of a level in place.
+        """Add the kernels that change the logits of a level, in place, by the previous drafts.
 
-        `previous` contains the token before each row or, in a tree, before each node.
-        The method is called only if the drafter does not set `logits_at_once`.
+        `previous` contains the token before each row or, in a tree, before each node. The method is
+        called only if the drafter does not set `logits_at_once`.
         """
 
     def prefill(

@@ -44,9 +44,10 @@ class Promotion:
         return state.matcher is not None and state not in self._promoted
 
     def start(self, state: RequestState) -> None:
-        """Move a request's grammar steps to the device if its grammar has an automaton.
+        """Decide whether kernels do the grammar steps of a request, before it takes part in rounds.
 
-        No replay that uses the slot of the request may be in flight.
+        If the request has no grammar, mark the mask rows of its slot as free. No replay that uses
+        the slot may be in flight.
         """
         if state.matcher is None:
             self._exchange.free_rows(state.slot, state.epoch)

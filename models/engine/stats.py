@@ -59,7 +59,7 @@ class EngineStats:
     speculated_tokens
         Number of tokens committed in the `speculated_rounds`.
     round_ns
-        Device time of all retired rounds in nanoseconds.
+        Device time in nanoseconds of all rounds that the host knows to be complete.
     part_ns
         Device time in nanoseconds for each part of a round; empty without the option `timeline`.
     """

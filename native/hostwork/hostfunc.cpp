@@ -16,9 +16,9 @@ struct CapturedGraph {
   std::weak_ptr<GraphState> state;
 };
 
-// Eager records that have not run yet, captured graphs, and failures of eager work and of captured
-// graphs that were not raised yet. The only object of this type is leaked on purpose, because
-// driver threads may use it while static objects are being destroyed.
+// Records of eager work (host work on a stream) that have not run yet, captured graphs, and
+// failures of both that were not raised yet. The only object of this type is leaked on purpose,
+// because driver threads may use it while static objects are being destroyed.
 struct EnqueuedWork {
   std::mutex mutex;  // is never held while acquiring the GIL or calling the driver
   std::set<EagerRecord*> pending;

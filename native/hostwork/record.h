@@ -53,7 +53,7 @@ class HostRecord : public Record {
   void reap(std::vector<PyObject*>& references) noexcept override;
 
   // Runs the work once and counts the run. Failures are stored in the state of the graph or, for
-  // eager work, in the stream's list of failures.
+  // work that was enqueued on a stream, in the stream's list of failures.
   void run() noexcept;
   // Runs the work for a replay whose number the caller knows. Unlike run(), which derives the
   // number of the replay from the count of runs, this function does not count the run.
@@ -71,7 +71,7 @@ class HostRecord : public Record {
   const std::string name_;
   const Work work_;
   std::shared_ptr<PayloadCell> cell_;
-  std::shared_ptr<GraphState> state_;  // null: eager
+  std::shared_ptr<GraphState> state_;  // null: work on a stream, without a graph
   std::atomic<std::int64_t> runs_{0};  // written only by the run itself
 };
 
@@ -79,8 +79,8 @@ class HostRecord : public Record {
 // of the node.
 void run_host_record(void* data);
 
-// Returns the number of the replay whose host work runs on this thread, from 1; 0 in eager work or
-// outside host work. For native work; needs no GIL and allocates nothing.
+// Returns the number of the replay whose host work runs on this thread, from 1; 0 in work that was
+// enqueued on a stream and outside host work. For native work; needs no GIL and allocates nothing.
 std::int64_t current_replay();
 // Fails the replay whose host work runs on this thread. The replay's later host steps are skipped,
 // and the next launch(), check() or synchronize() raises the error. For native work; no effect

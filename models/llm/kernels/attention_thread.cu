@@ -20,7 +20,7 @@
 #define QUERIES 48
 #define PARTS ((HEAD_DIM + 2 * LANES - 1) / (2 * LANES))  // registers of type Pair per head
 #define WIDTH (PARTS * 2 * LANES)
-#define KEYS (WIDE ? 8 : 4)         // a call of score_keys processes 2 KEYS keys
+#define KEYS (WIDE ? 8 : 4)         // a call of score_keys processes 2 * KEYS keys
 #define MAX_QUERIES (WIDE ? 4 : 1)  // maximum queries per call of attend
 static_assert(TILE == 4 * LANES && TILE % (2 * KEYS) == 0, "see softmax_weights and attend");
 

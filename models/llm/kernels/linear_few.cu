@@ -12,7 +12,8 @@
 
 #define DEPTH (WEIGHT8 ? 4 : 2)  // register pipeline stages: chunks of a warp in flight or in use
 
-// Loads this lane's weights of one chunk, for weight rows g and g + 8.
+// Loads this lane's weights of one chunk, for weight rows g (`top`) and g + 8 (`low`) of the mma
+// tile, where g is lane / 4.
 __device__ __forceinline__ void load_chunk(const Weight* top, const Weight* low,
                                            Weights (*weight)[2]) {
 #pragma unroll

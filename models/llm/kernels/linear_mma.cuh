@@ -175,7 +175,8 @@ __device__ __forceinline__ float store(const Output& y, const EpilogueInputs& in
 }
 
 #if ROPE_HEAD_DIM
-// Returns the index of the pair of outputs `column` and `column` + 8, which are rotated together.
+// Returns the number of the pair of outputs `column` and `column` + 8, which are rotated together.
+// Pairs are numbered from 0 over all heads; pair i of a head has dimensions i and i + half.
 __device__ __forceinline__ int rotation_of(int column) { return column / 16 * 8 + column % 16; }
 
 // Rotates dimensions i and i + ROPE_HEAD_DIM / 2 of a head, which have the values `a` and `b`, and

@@ -21,7 +21,7 @@ FORMS = {"soft": ("thread", "warp"), "cuda": ("warp",)}
 #: starts when the previous kernel has ended.
 SHARED_PERCENT = 57
 
-_THREAD_CHUNK = 64  # elements per thread of an elementwise kernel of form thread
+_THREAD_CHUNK = 64  # elements per thread of an elementwise kernel in form ``thread``
 _ELEMENT_BLOCK = 128
 _NORM_BLOCK = 256
 
