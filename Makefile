@@ -10,8 +10,9 @@
 #   GRAFT_DEVICE=auto|cuda|soft
 #                             device of the targets demo and demo-llm (default auto), test-cuda and
 #                             gpu (default cuda)
-#   GPU="--sections gaps --out FOLDER"
+#   GPU="--sections features --out FOLDER"
 #                             options for `make gpu`
+#   WERROR=ON                 with VENV=none: warnings of the C++ compiler are errors
 
 PYTHON ?=
 VENV ?= .venv
@@ -39,7 +40,7 @@ PARALLEL = $(if $(shell $(PY) -c "import xdist" 2>&1),, \
 RUN_TESTS = $(PY) -m pytest $(TESTS)
 
 .PHONY: help setup tree demo demo-llm docs test test-full test-sanitize soak test-cuda gpu \
-  lint clean test-ptx
+  lint clean test-ptx native
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -49,11 +50,18 @@ setup: install-test ## create .venv, build the C++ part and install what the tes
 # The targets install-* install graft itself (install-graft) or an extra of pyproject.toml.
 ifeq ($(VENV),none)
 
-install-%: tree
+configure: tree
 	@cmake -S native -B build/cuda $(if $(shell command -v ninja),-G Ninja) --log-level=WARNING \
-	  -DPython_EXECUTABLE=$(shell $(PY) -c "import sys; print(sys.executable)") -DCMAKE_BUILD_TYPE=Release
+	  -DPython_EXECUTABLE=$(shell $(PY) -c "import sys; print(sys.executable)") \
+	  -DCMAKE_BUILD_TYPE=Release -DGRAFT_WARNINGS_ARE_ERRORS=$(or $(WERROR),OFF)
+
+install-%: configure
 	@cmake --build build/cuda --parallel $(CORES)
 	@cmake --install build/cuda --prefix build/tree > build/cuda/install.log
+
+native: configure # build the native module alone, which is all that a GPU needs
+	@cmake --build build/cuda --parallel $(CORES) --target _native
+	@cmake --install build/cuda --component native --prefix build/tree > build/cuda/install.log
 
 else
 
@@ -141,10 +149,10 @@ test-ptx: setup install-kernels ## compile the kernels with NVRTC, and run their
 	done
 	@GRAFT_DEVICE=soft $(PY) -m pytest $(PTX_ONCE) $(PTX_OPTIONS)
 
-test-cuda: setup ## run the tests on a GPU (on a machine without network: VENV=none)
-	@GRAFT_DEVICE=$(or $(GRAFT_DEVICE),cuda) $(RUN_TESTS) $(PYTEST)
+test-cuda: setup ## run the tests on a GPU, one process per file (on a machine without network: VENV=none)
+	@GRAFT_DEVICE=$(or $(GRAFT_DEVICE),cuda) $(PY) -m graft.tools.gpu_first.runner $(TESTS) -- $(PYTEST)
 
-gpu: setup ## check and measure a GPU in at most 8.3 minutes; GPU="--sections suite" runs the tests instead
+gpu: $(if $(filter none,$(VENV)),tree,setup) ## check and measure a GPU in at most 9 minutes
 	@GRAFT_DEVICE=$(or $(GRAFT_DEVICE),cuda) $(PY) -m graft.tools.gpu_first $(GPU)
 
 lint: install-lint tree ## check the code with ruff, mypy and clang-format

@@ -38,7 +38,7 @@ from graft.native.softcuda.compile import included_files
 
 #: Compute capabilities times 10, such as 90 for sm_90.
 ARCHITECTURES = (80, 90, 100, 120)
-PACKAGES = ("cudagraph", "sampling", "models", "tools")
+PACKAGES = ("cudagraph", "sampling", "grammar", "models", "tools")
 #: Compiler options that CuPy appends. ``-ftz=true`` flushes denormals to zero, as the soft device
 #: does.
 CUPY_OPTIONS = ("--device-as-default-execution-space", "-ftz=true")
@@ -50,6 +50,7 @@ MACRO_VALUES = {
     "CACHE": STORAGE,
     "OUT": STORAGE,
     "HEAD_DIM": ("32", "64", "128"),
+    "BLOCK": ("1", "128"),
     "CHUNK": ("1", "64"),
     "SAMPLE_BLOCK": ("1", "512", "1024"),
     "NORM_THREADS": ("1", "256"),

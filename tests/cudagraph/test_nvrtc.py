@@ -58,19 +58,18 @@ def make_cases() -> list:
 #: multiply-add, and the architectures for which it does so unless --fmad=false is given. In
 #: linear_warp, NVRTC contracts them for 2, 4 and 8 rows but not for one row, so the bits of a row
 #: would depend on the number of rows.
-CONTRACTED = {"linear_warp": (100, 120), "fill_random": ARCHITECTURES}
+CONTRACTED = {"linear_warp": (100, 120)}
 
 
 def contraction_cases() -> list:
     """Return all variants for all architectures.
 
-    The short run compiles some files of model kernels and that of fill_random, without macros, for
-    one architecture.
+    The short run compiles some files of model kernels, without macros, for one architecture.
     """
     cases = []
     for variant in VARIANTS:
         for arch in ARCHITECTURES:
-            has_cases = variant.path.stem in ("linear_warp", "linear_few", "norm", "probe")
+            has_cases = variant.path.stem in ("linear_warp", "linear_few", "norm")
             is_short = has_cases and arch == 100 and not variant.defines
             name = f"{variant.title.replace(' ', '-')}-sm_{arch}"
             marks = [] if is_short else pytest.mark.full
@@ -238,7 +237,7 @@ def test_kernels_do_not_request_non_coherent_loads():
     """
     asks = re.compile(r"__ldg|__restrict__|\.nc\.")
     comment = re.compile(r"//[^\n]*")
-    folders = [machine_code.package_folder(name) for name in (*machine_code.PACKAGES, "grammar")]
+    folders = [machine_code.package_folder(name) for name in machine_code.PACKAGES]
     files = [path for folder in folders for path in folder.rglob("*.cu*")]
     assert len(files) > 30
     found = {path.name for path in files if asks.search(comment.sub("", path.read_text()))}

@@ -1,4 +1,5 @@
-"""Check and measure a GPU in at most 8.3 minutes (``--minutes``).
+"""Check and measure a GPU in at most nine minutes.
 
-Run it with ``python -m graft.tools.gpu_first`` or ``make gpu``.
+Run it with ``make gpu``, or in a clone with ``python -m graft.tools.gpu_first``. `runner` runs the
+tests of the repository on a GPU (``make test-cuda``).
 """

@@ -1,80 +1,282 @@
-"""Check and measure a GPU in at most 8.3 minutes; compare the measurements with predictions.
+"""Check and measure a GPU in at most nine minutes, from the root of a clone.
 
-    python -m graft.tools.gpu_first [--out FOLDER] [--sections truth ceilings ...] [--small]
-    python -m graft.tools.gpu_first --sections suite
+    python -m graft.tools.gpu_first [--out FOLDER] [--sections features compile ...] [--small]
 
-The run consists of sections, such as memory bandwidth or attention. The first sections are checks:
-they compare the results of the kernels with float64 references at the sizes of an 8B Llama. The
-other sections are measurements. The section "suite" runs graft's tests. It takes up to ten minutes
-and is not part of the default run.
+The run consists of sections (see `SECTIONS`). Every program and every test file runs in a child
+process with a time limit. A section that fails does not stop the sections after it. After a test
+that crashes, hangs or makes the device unusable, a new process runs the remaining tests of the
+file. The run itself needs neither graft's native module nor CuPy.
 
-A section consists of cases and runs in its own process. If a case crashes, hangs or makes the
-device unusable, the case counts as failed, and a new process runs the remaining cases. Values that
-have been measured are never lost: all files in the output folder are written during the run.
-
-``doctor.txt``
-    Report of ``graft doctor`` and ``nvidia-smi``, written before the device is opened.
-``SECTION.jsonl``, ``SECTION.log``
-    Values and output of a section. A value is written as soon as it is known.
-``report.txt``, ``report.json``
-    Tables and values of all completed sections.
-
-The predictions follow from the machine code of the kernels and the data sheet of an H200. They were
-made before any kernel ran on this GPU. The column "ratio" is the measured value divided by the
-middle of the predicted range. ``--small`` selects sizes that the soft device can run. Values
-measured with ``--small`` say nothing about a GPU. The exit status is 1 if a check or a section
+Results are printed and written to the output folder as they come: ``report.txt`` has a line per
+result, ``results.jsonl`` the same results as JSON, and ``files.tar.gz`` the logs of all child
+processes. The archive is written after each section and on SIGTERM. ``--small`` selects sizes that
+the soft device can run; their timings say nothing about a GPU. The exit status is 1 if anything
 failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
+import re
 import shutil
-import subprocess
+import signal
 import sys
+import tarfile
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from graft.tools.console import program, table
-from graft.tools.gpu_first.runner import MIN_S, run_section
-from graft.tools.gpu_first.sections import SECTIONS
-from graft.tools.gpu_first.session import Session
+from graft.tools.gpu_first import stage0
+from graft.tools.gpu_first.runner import (
+    append_line,
+    find_test_files,
+    run_command,
+    run_test_file,
+    stop_all,
+)
 
-#: Sections that run by default.
+ROOT = stage0.ROOT
+#: Number of test files that run at the same time, except measurements.
+WORKERS = 6
+#: Time limit of a test of a feature in seconds. Each takes less than a second.
+TEST_LIMIT_S = 10.0
+#: Program that generates tokens without a grammar. Its host steps are host nodes, because mailboxes
+#: wait forever in tools that run each kernel twice.
+SHORT_RUN = """
+from graft.models.engine.engine import Engine
+from graft.models.request import Request
+from graft.tools.demo_model import demo_model
+with Engine(*demo_model(), max_batch_size=2, max_length=64, grammar_transport="native") as engine:
+    outputs = engine.generate([Request(tokens=[300 + i] * 8, max_tokens=6) for i in range(2)])
+print("generated", [output.tokens for output in outputs])
+"""
+#: Pattern of the output of `SHORT_RUN`.
+GENERATED = r"generated \[\[\d[\d, ]*\], \[\d[\d, ]*\]\]"
+
+
+class Run:
+    """A run: its options, and the output folder to which results are written.
+
+    `deadline` is the time of the monotonic clock at which the current section must end.
+    """
+
+    def __init__(self, out: Path, small: bool) -> None:
+        self.out = out
+        self.small = small
+        self.files = out / "files"  # removed at the end, because the archive contains it
+        self.failures: list[str] = []
+        self.section = ""
+        self.deadline = 0.0
+        shutil.rmtree(self.files, ignore_errors=True)
+        self.files.mkdir(parents=True)
+        for name in ("report.txt", "results.jsonl", "files.tar.gz"):
+            (out / name).unlink(missing_ok=True)
+
+    def add(
+        self,
+        name: str,
+        outcome: str,
+        note: str = "",
+        value: float | None = None,
+        unit: str = "",
+        predicted: tuple[float, float] | None = None,
+    ) -> None:
+        """Print and write a result. `outcome` is "passed", "failed", "skipped" or "measured"."""
+        if outcome == "failed":
+            self.failures.append(f"{self.section}: {name}")
+        text = f"{self.section:<12} {outcome:<8} {name}"
+        if value is not None:
+            text += f": {value:.4g} {unit}"
+        if predicted is not None and not self.small:
+            text += f" (predicted {predicted[0]:g} to {predicted[1]:g})"
+        lines = note.strip().splitlines()
+        if lines:
+            text += f"  # {lines[0] if outcome != 'failed' else lines[-1]}"
+        self.print(text[:400])
+        line = {"section": self.section, "name": name, "outcome": outcome, "note": note}
+        measured = {"value": value, "unit": unit, "predicted": predicted}
+        append_line(self.out / "results.jsonl", {**line, **measured})
+
+    def print(self, text: str) -> None:
+        """Print a text and append it to the report."""
+        print(text, flush=True)
+        with (self.out / "report.txt").open("a") as file:
+            file.write(f"{text}\n")
+
+    def remaining_s(self, limit_s: float) -> float:
+        """Return the time limit of a child process: `limit_s`, or less at the section's end."""
+        return min(limit_s, self.deadline - time.monotonic())
+
+    def command(
+        self, name: str, command: Sequence[str], limit_s: float, expected: str = ""
+    ) -> tuple[bool, str]:
+        """Run a command and add its result. Return whether it passed, and its output.
+
+        The command passes if its exit status is 0 and the pattern `expected` occurs in its output.
+        """
+        log = self.files / f"{name.replace(' ', '_')}.log"
+        reason = run_command(command, log, self.remaining_s(limit_s))
+        output = log.read_text(errors="replace")
+        if not reason and not re.search(expected, output):
+            reason = f"the output does not contain {expected!r}"
+        self.add(name, "failed" if reason else "passed", f"{output[-1500:]}\n{reason}".strip())
+        return not reason, output
+
+    def tests(
+        self, *paths: str, workers: int = WORKERS, limit_s: float = 300, test_limit_s: float = 60
+    ) -> None:
+        """Run test files, and add the result of each test and each measured value.
+
+        All tests of tests/gpu run, except with small sizes.
+        """
+        files = find_test_files(paths)
+
+        def run(path: str) -> None:
+            limits = {"limit_s": self.remaining_s(limit_s), "test_limit_s": test_limit_s}
+            options = ["--full"] if "tests/gpu/" in path and not self.small else []
+            problem = run_test_file(path, self.files, self._add_line, options=options, **limits)
+            if problem:
+                self.add(path, "failed", problem)
+
+        with ThreadPoolExecutor(1 if self.small else workers) as pool:
+            list(pool.map(run, files))
+
+    def _add_line(self, line: dict[str, Any]) -> None:
+        """Add a line of a test file's results."""
+        path, _, name = line["test"].partition("::")
+        if line["event"] == "figure":
+            value, note = line["value"], line["note"]
+            self.add(line["name"], "measured", note, value, line["unit"], line["predicted"])
+        elif line["event"] == "end":
+            self.add(f"{Path(path).name}::{name}", line["outcome"], line["message"])
+
+    def pack(self) -> None:
+        """Write the logs of all child processes to the archive."""
+        unfinished = self.out / "files.tar.gz.new"
+        with tarfile.open(unfinished, "w:gz") as archive:
+            archive.add(self.files, "files")
+        unfinished.replace(self.out / "files.tar.gz")
+
+
+# Sections -----------------------------------------------------------------------------------------
+
+
+def first_look(run: Run) -> None:
+    """Run the checks of `stage0`."""
+    program = str(Path(stage0.__file__))
+    for name in stage0.CHECKS:
+        small = ["cudagraph"] if run.small and name == "kernels" else []
+        run.command(name, [sys.executable, program, name, *small], stage0.LIMIT_S)
+
+
+def build(run: Run) -> None:
+    """Build the native module in the clone, unless graft is installed."""
+    program = "from graft.native import _native; print(_native.__file__)"
+    log = run.files / "import.log"
+    reason = run_command([sys.executable, "-c", program], log, run.remaining_s(30))
+    if not reason and str(ROOT / "build" / "tree") not in log.read_text():
+        run.add("native module", "skipped", f"installed: {log.read_text()}")
+        return
+    make = ["make", "--no-print-directory", "native", "VENV=none", f"PYTHON={sys.executable}"]
+    run.command("native module", make, 240)
+
+
+def doctor(run: Run) -> None:
+    """Run ``graft doctor``, which also compiles a kernel and tests the transports."""
+    command = [sys.executable, "-m", "graft.tools.cli", "doctor"]
+    log = run.files / "doctor.log"
+    reason = run_command(command, log, run.remaining_s(100))
+    run.add("doctor", "failed" if "timed out" in reason else "measured", reason)
+    run.print(log.read_text(errors="replace").strip())
+
+
+def features(run: Run) -> None:
+    """Run a test per feature of the driver."""
+    run.tests("tests/gpu/test_features.py", workers=1, test_limit_s=TEST_LIMIT_S)
+
+
+def compile_kernels(run: Run) -> None:
+    """Compile and load each kernel."""
+    run.tests("tests/gpu/test_compile.py", workers=1)
+
+
+def toolkit(run: Run) -> None:
+    """Run the tests of graft.cudagraph."""
+    run.tests("tests/cudagraph/test_lanes.py" if run.small else "tests/cudagraph")
+
+
+def truth(run: Run) -> None:
+    """Compare the kernels with references, at the sizes of an 8B model and at other sizes."""
+    run.tests("tests/gpu/test_truth.py")
+    if not run.small:
+        models = ("tests/models/test_kernel_library.py", "tests/models/test_attention.py")
+        run.tests(*models, "tests/sampling/test_target.py", "tests/sampling/test_exact_laws.py")
+
+
+def modes(run: Run) -> None:
+    """Compare the tokens of rounds, loops and automata."""
+    run.tests("tests/gpu/test_modes.py")
+
+
+def suite(run: Run) -> None:
+    """Run the tests of the other packages."""
+    run.tests("tests/sampling", "tests/models", "tests/grammar")
+
+
+def sanitize(run: Run) -> None:
+    """Generate tokens under compute-sanitizer. They must be those of a run without it."""
+    program = [sys.executable, "-c", SHORT_RUN]
+    passed, output = run.command("without tool", program, 60, GENERATED)
+    expected = re.escape(output.strip().splitlines()[-1]) if passed else GENERATED
+    for tool in ("memcheck", "racecheck"):
+        if shutil.which("compute-sanitizer") is None:
+            run.add(tool, "skipped", "compute-sanitizer is not installed")
+            continue
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *program]
+        summary = r"(ERROR|RACECHECK) SUMMARY: 0 (errors|hazards)"
+        run.command(tool, command, 60, f"(?s){expected}.*{summary}")
+
+
+def measure(run: Run) -> None:
+    """Run the measurements, and profile a few kernels with Nsight Compute."""
+    run.tests("tests/gpu/test_measurements.py", workers=1)
+    if shutil.which("ncu") is None:
+        run.add("ncu", "skipped", "ncu is not installed")
+        return
+    command = ["ncu", "--set", "basic", "--csv", "--graph-profiling", "node"]
+    command += ["--clock-control", "none", "--launch-skip", "300", "--launch-count", "60"]
+    command += [sys.executable, "-c", SHORT_RUN]
+    passed, output = run.command("ncu", command, 60, r'(?m)^"\d')
+    if passed:
+        rows = len(re.findall(r'(?m)^"\d', output))
+        run.add("kernels profiled by ncu", "measured", value=rows, unit="rows")
+
+
+class Section(NamedTuple):
+    """A section of the run and its time limit."""
+
+    run: Callable[[Run], None]
+    limit_s: float
+
+
+#: Sections in the order in which they run.
+SECTIONS = {
+    "stage0": Section(first_look, 60),
+    "build": Section(build, 240),
+    "doctor": Section(doctor, 100),
+    "features": Section(features, 60),
+    "compile": Section(compile_kernels, 60),
+    "tests": Section(toolkit, 120),
+    "truth": Section(truth, 90),
+    "sanitizer": Section(sanitize, 100),
+    "modes": Section(modes, 60),
+    "measure": Section(measure, 150),
+    "suite": Section(suite, 590),
+}
 DEFAULT_SECTIONS = [name for name in SECTIONS if name != "suite"]
-#: Time limit in seconds of a section with ``--small``.
-SMALL_LIMIT_S = 600.0
-#: Time limit in seconds of ``graft doctor`` and ``nvidia-smi``.
-DOCTOR_LIMIT_S = 30.0
-
-
-def figure_rows(figures: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return the table rows for `figures`: name, prediction, measured value, ratio and note."""
-    rows: list[tuple[str, ...]] = []
-    for figure in figures:
-        measured = figure["measured"]
-        predicted = figure["predicted"]
-        is_check = figure["passed"] is not None
-        middle = 0.0
-        prediction = ""
-        if predicted is not None and not is_check:
-            low, high = predicted
-            middle = (low + high) / 2
-            prediction = f"{low:g} to {high:g}"
-        value = ""
-        ratio = ""
-        if measured is not None:
-            value = f"{measured:.4g} {figure['unit']}"
-            if middle:
-                ratio = f"{measured / middle:.2f}"
-        if is_check:
-            ratio = "ok" if figure["passed"] else "FAILED"
-        rows.append((figure["name"], prediction, value, ratio, figure["note"][:60]))
-    return rows
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -89,134 +291,49 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=DEFAULT_SECTIONS,
         help="sections to run (default: all but suite)",
     )
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=8.3,
-        help="time limit of all sections (default %(default)s)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("build/gpu_first"),
-        metavar="FOLDER",
-        help="output folder (default %(default)s)",
-    )
+    parser.add_argument("--minutes", type=float, default=9, help="time limit (default 9)")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu_first"), metavar="FOLDER")
     parser.add_argument("--small", action="store_true", help="sizes for the soft device")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--skip", nargs="*", default=[], help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
-class Report:
-    """Prints the tables of a run and writes them to its output folder, with all results as JSON.
-
-    The constructor creates the folder and removes the files of an earlier run from it.
-    """
-
-    def __init__(self, folder: Path, small: bool) -> None:
-        self.folder = folder
-        self.sections: dict[str, dict[str, Any]] = {}
-        self._small = small
-        folder.mkdir(parents=True, exist_ok=True)
-        for pattern in ("*.jsonl", "*.log", "report.*", "doctor.txt"):
-            for path in folder.glob(pattern):
-                path.unlink()
-
-    def print(self, text: str) -> None:
-        """Print a text and append it to ``report.txt``."""
-        print(text, flush=True)
-        with (self.folder / "report.txt").open("a") as file:
-            file.write(f"{text}\n")
-
-    def add(self, name: str, result: dict[str, Any]) -> None:
-        """Print the table of a section and write ``report.json``."""
-        self.sections[name] = result
-        report = {"small": self._small, "sections": self.sections}
-        (self.folder / "report.json").write_text(json.dumps(report, indent=1))
-        heading = (f"{name}: {result['status']}", "predicted", "measured", "ratio", "")
-        self.print(f"\n{table([heading, *figure_rows(result['figures'])])}")
-        if result["output"]:
-            self.print(result["output"])
-
-    def failures(self) -> list[str]:
-        """Return the names of failed checks and cases, and of sections that ended early."""
-        names = []
-        for section, result in self.sections.items():
-            for figure in result["figures"]:
-                if figure["passed"] is False:
-                    names.append(f"{section}: {figure['name']}")
-            if result["status"] not in ("ok", "no time left"):
-                names.append(f"{section}: {result['status']}")
-        return names
+def stop(signum: int, frame: Any) -> None:
+    """Signal handler that ends the run, so that the archive is written."""
+    raise SystemExit(128 + signum)
 
 
-def write_doctor_report(report: Report) -> None:
-    """Write ``doctor.txt`` with child processes, so that this process does not open the device."""
-    commands = [[sys.executable, "-m", "graft.tools.cli", "doctor"]]
-    if shutil.which("nvidia-smi"):
-        commands.append(["nvidia-smi", "-q"])
-    with (report.folder / "doctor.txt").open("w") as file:
-        for command in commands:
-            try:
-                subprocess.run(
-                    command, stdout=file, stderr=subprocess.STDOUT, timeout=DOCTOR_LIMIT_S
-                )
-            except subprocess.TimeoutExpired:
-                file.write(f"{' '.join(command)}: timed out after {DOCTOR_LIMIT_S:.0f} s\n")
-            file.flush()
-    report.print((report.folder / "doctor.txt").read_text(errors="replace")[:2000].strip())
-
-
-def child_command(options: argparse.Namespace, section: str, skip: Sequence[str]) -> list[str]:
-    """Return the command line of a child process that runs all cases of a section except `skip`."""
-    command = [sys.executable, "-m", "graft.tools.gpu_first", "--child", "--sections", section]
-    if options.small:
-        command.append("--small")
-    return [*command, "--out", str(options.out), "--skip", *skip]
-
-
-def run_sections(options: argparse.Namespace) -> int:
-    """Run all sections. Return 1 if a check or a section failed, else 0."""
-    end = time.monotonic() + 60 * options.minutes
-    report = Report(options.out, options.small)
-    write_doctor_report(report)
-    for name in options.sections:
-        section = SECTIONS[name]
-        limit_s = SMALL_LIMIT_S if options.small else section.limit_s
-        limit_s = min(limit_s, end - time.monotonic())
-        if limit_s < MIN_S:
-            report.add(name, {"status": "no time left", "figures": [], "output": ""})
-            continue
-        result = run_section(
-            partial(child_command, options, name),
-            options.out / f"{name}.jsonl",
-            limit_s,
-            SMALL_LIMIT_S if options.small else section.case_limit_s,
-        )
-        report.add(name, result)
-    failures = report.failures()
-    checks = [
-        figure["passed"]
-        for result in report.sections.values()
-        for figure in result["figures"]
-        if figure["passed"] is not None
-    ]
-    report.print(f"\n{sum(checks)} of {len(checks)} checks passed; {len(failures)} failures")
-    for failure in failures:
-        report.print(f"  {failure}")
-    return 1 if failures else 0
-
-
-@program
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the sections in child processes. With ``--child``, run a section in this process."""
+    """Run the sections. Return 1 if anything failed, else 0."""
     options = parse_options(arguments)
-    if not options.child:
-        return run_sections(options)
-    for name in options.sections:
-        SECTIONS[name].run(Session(options.out / f"{name}.jsonl", options.small, options.skip))
-    return 0
+    if not (ROOT / "tests" / "gpu").is_dir():
+        sys.exit(f"gpu_first needs a clone of the repository; {ROOT} has no folder tests/gpu")
+    run = Run(options.out.resolve(), options.small)
+    os.chdir(ROOT)
+    os.environ["GPU_FIRST_SMALL"] = "1" if options.small else ""
+    end = time.monotonic() + 60 * options.minutes
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        for name in options.sections:
+            run.section = name
+            run.deadline = min(end, time.monotonic() + SECTIONS[name].limit_s)
+            start = time.monotonic()
+            if run.deadline - start < 5:
+                run.add("section", "skipped", "no time left")
+                continue
+            try:
+                SECTIONS[name].run(run)
+            except Exception as error:
+                run.add("section", "failed", f"{type(error).__name__}: {error}")
+            run.add("section", "measured", value=time.monotonic() - start, unit="s")
+            run.pack()
+    finally:
+        stop_all()
+        run.pack()
+        shutil.rmtree(run.files, ignore_errors=True)
+    run.print(f"{len(run.failures)} failures")
+    for failure in run.failures:
+        run.print(f"  {failure}")
+    return 1 if run.failures else 0
 
 
 if __name__ == "__main__":

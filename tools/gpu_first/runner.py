@@ -1,120 +1,263 @@
-"""Run a section in child processes: with time limits, and with a new process after a fault."""
+"""Run test files on a GPU: one process per file, with time limits and restarts after faults.
+
+    python -m graft.tools.gpu_first.runner [--out FOLDER] PATH... [-- PYTEST OPTIONS...]
+
+A test that crashes, hangs or makes the device unusable fails, and a new process runs the remaining
+tests of its file. Results are printed as they come. The output folder contains a log and a results
+file (lines of JSON, see `plugin`) for each test file.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
 import signal
 import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from graft.tools.gpu_first.session import append_line, failure
+#: Environment variable with the path of the results file of a test process.
+RESULTS_VARIABLE = "GPU_FIRST_RESULTS"
+#: A process is restarted only if at least this many seconds of the file's time limit remain.
+MIN_S = 3.0
+#: Seconds between two looks at a child process and its results.
+POLL_S = 0.1
+#: Time in which a process that exceeds its limit prints the stacks of its threads.
+STACKS_S = 2.0
+#: Maximum number of characters of a message.
+MAX_MESSAGE = 2000
 
-#: A process is restarted only if at least this many seconds of the section's time limit remain.
-MIN_S = 5.0
-#: Seconds between two checks whether the running case has exceeded its time limit.
-POLL_S = 0.2
-#: Maximum number of characters that are kept of a failed section's output.
-MAX_OUTPUT = 2000
+Report = Callable[[dict[str, Any]], None]
 
-Command = Callable[[Sequence[str]], Sequence[str]]
-
-
-def run_section(
-    command: Command, figures_path: Path, limit_s: float, case_limit_s: float
-) -> dict[str, Any]:
-    """Run a section in a child process, and return its results.
-
-    If the process crashes or a case takes too long, a new process runs the remaining cases.
-    `command` returns program and arguments of a child process, given the names of the cases to
-    skip. The child processes append lines of JSON to `figures_path`; see `Session`. Their output is
-    appended to the file with the same name and the suffix ``.log``.
-
-    Returns
-    -------
-    dict
-        ``status`` is "ok", or why the last process failed. ``seconds`` is the duration,
-        ``processes`` the number of child processes. ``figures`` has the measured values and the
-        results of checks (`session.make_figure`). ``output`` is the end of the processes' output;
-        it is empty if the status is "ok".
-    """
-    start = time.monotonic()
-    log_path = figures_path.with_suffix(".log")
-    figures_path.touch()
-    status = ""
-    processes = 0
-    seen: list[str] = []
-    while status != "ok":
-        remaining_s = start + limit_s - time.monotonic()
-        if processes and remaining_s < MIN_S:
-            break
-        status = _run_process(command(seen), figures_path, log_path, remaining_s, case_limit_s)
-        processes += 1
-        lines = read_lines(figures_path)
-        case = _open_case(lines)
-        if status != "ok" and case is not None:
-            append_line(figures_path, failure(case["case"], status))
-            append_line(figures_path, {"event": "end", "case": case["case"]})
-        begun = [line["case"] for line in lines if line["event"] == "begin"]
-        if len(begun) == len(seen):
-            break  # the process failed before it started a case
-        seen = begun
-    figures = [line for line in read_lines(figures_path) if line["event"] == "figure"]
-    output = log_path.read_text(errors="replace").strip()[-MAX_OUTPUT:]
-    return {
-        "status": status,
-        "seconds": time.monotonic() - start,
-        "processes": processes,
-        "figures": figures,
-        "output": "" if status == "ok" else output,
-    }
+_children: set[subprocess.Popen[bytes]] = set()
+_lock = threading.Lock()
+_stopped = False
 
 
-def _run_process(
-    command: Sequence[str], figures_path: Path, log_path: Path, limit_s: float, case_limit_s: float
-) -> str:
-    """Run a child process within the time limits, and return "ok" or why it failed.
-
-    `limit_s` limits the process, and `case_limit_s` each of its cases.
-    """
-    end = time.monotonic() + limit_s
-    with log_path.open("a") as log:
-        child = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            while True:
-                with suppress(subprocess.TimeoutExpired):
-                    code = child.wait(POLL_S)
-                    return "ok" if code == 0 else f"exit status {code}"
-                now = time.monotonic()
-                if now > end:
-                    return f"timed out after {limit_s:.0f} s"
-                case = _open_case(read_lines(figures_path))
-                if case is not None and now > case["time"] + case_limit_s:
-                    return f"the case timed out after {case_limit_s:.0f} s"
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # includes the child's own children
-            child.wait()
+def append_line(path: Path, line: dict[str, Any]) -> None:
+    """Append a line of JSON to a file."""
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a section's output file."""
-    lines = path.read_text().split("\n")[:-1]
-    return [json.loads(line) for line in lines]
+    """Return the complete lines of a results file."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
-def _open_case(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the line of the case that has begun but not ended, or None."""
-    case = None
+def run_command(
+    command: Sequence[str],
+    log: Path,
+    limit_s: float,
+    environment: Mapping[str, str] | None = None,
+    watch: Callable[[], str] = lambda: "",
+) -> str:
+    """Run a command in its own process group, and append its output to `log`.
+
+    Return "" if the exit status is 0, otherwise why the command failed. `watch` is called
+    repeatedly; if it returns a reason, the command is stopped. A command that is stopped first
+    receives SIGABRT, at which Python prints the stacks of its threads. The messages of the driver
+    (CUDA 12.9 or later) are written to a file next to the log.
+    """
+    driver_log = log.with_suffix(".cuda")
+    variables = {**os.environ, "CUDA_LOG_FILE": str(driver_log), **(environment or {})}
+    end = time.monotonic() + limit_s
+    with log.open("ab") as file:
+        try:
+            with _lock:
+                if _stopped:
+                    return "the run was stopped"
+                child = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env=variables,
+                    start_new_session=True,
+                )
+                _children.add(child)
+        except OSError as error:
+            return str(error)
+        reason = ""
+        try:
+            while child.poll() is None and not reason:
+                time.sleep(POLL_S)
+                reason = watch()
+                if not reason and time.monotonic() > end:
+                    reason = f"timed out after {limit_s:.0f} s"
+            if reason and child.poll() is None:
+                child.send_signal(signal.SIGABRT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(STACKS_S)
+        finally:
+            _kill(child)
+            with _lock:
+                _children.discard(child)
+        watch()
+    if not reason and child.returncode:
+        reason = f"exit status {child.returncode}"
+    if reason and driver_log.exists():
+        reason += f"; driver: {driver_log.read_text(errors='replace').strip()[-500:]}"
+    return reason
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """Kill a child process and its own children."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def stop_all() -> None:
+    """Kill all child processes, and start no further ones."""
+    global _stopped
+    with _lock:
+        _stopped = True
+        children = list(_children)
+    for child in children:
+        _kill(child)
+
+
+def run_test_file(
+    path: str,
+    folder: Path,
+    report: Report,
+    *,
+    limit_s: float,
+    test_limit_s: float,
+    options: Sequence[str] = (),
+) -> str:
+    """Run a test file, and call `report` with each new line of its results.
+
+    `path` may contain a test id after ``::``. Return "" if the file could be run to its end,
+    otherwise why the last process failed.
+    """
+    name = path.replace("/", ".").replace("::", ".")
+    results = folder / f"{name}.jsonl"
+    results.touch()
+    log = folder / f"{name}.log"
+    end = time.monotonic() + limit_s
+    reported = 0
+
+    def watch() -> str:
+        """Report new results, and return why the running test must be stopped."""
+        nonlocal reported
+        lines = read_lines(results)
+        for line in lines[reported:]:
+            report(line)
+        reported = len(lines)
+        test = _running_test(lines)
+        if test is not None and time.monotonic() > test["time"] + test_limit_s:
+            return f"timed out after {test_limit_s:.0f} s"
+        return ""
+
+    command = [sys.executable, "-m", "pytest", path, "-q", "--tb=short", *options]
+    command += ["-p", "no:cacheprovider", "-p", "graft.tools.gpu_first.plugin"]
+    command += ["-o", "faulthandler_timeout=0"]
+    environment = {RESULTS_VARIABLE: str(results)}
+    while True:
+        begun = len(read_lines(results))
+        reason = run_command(command, log, end - time.monotonic(), environment, watch)
+        lines = read_lines(results)
+        test = _running_test(lines)
+        failed = any(line.get("outcome") == "failed" for line in lines[begun:])
+        if test is not None:
+            line = {"event": "end", "test": test["test"], "outcome": "failed", "message": reason}
+            append_line(results, {**line, "seconds": time.monotonic() - test["time"]})
+            watch()
+        elif not reason or (reason.startswith("exit status 1") and failed):
+            return ""
+        elif reason.startswith("exit status 5") or lines[begun:] == []:
+            no_tests = reason.startswith("exit status 5")
+            return "" if no_tests else f"{reason}: {_tail(log)}"
+        if end - time.monotonic() < MIN_S:
+            return reason
+
+
+def _running_test(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the line of the test that has begun but not ended, or None."""
+    running = None
     for line in lines:
         if line["event"] == "begin":
-            case = line
+            running = line
         elif line["event"] == "end":
-            case = None
-    return case
+            running = None
+    return running
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace").strip()[-MAX_MESSAGE:]
+
+
+def find_test_files(paths: Sequence[str]) -> list[str]:
+    """Return the test files of folders; files and test ids are returned as they are."""
+    found: list[str] = []
+    for path in paths:
+        if Path(path).is_dir():
+            found += map(str, sorted(Path(path).rglob("test_*.py")))
+        else:
+            found.append(path)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run test files, print their failures and a summary of each file; return 1 after a failure."""
+    parser = argparse.ArgumentParser(
+        prog="python -m graft.tools.gpu_first.runner", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="test file or folder")
+    parser.add_argument("--out", type=Path, default=Path("build/test_files"), metavar="FOLDER")
+    parser.add_argument("--workers", type=int, default=6, help="files that run at the same time")
+    parser.add_argument("--limit", type=float, default=600, help="seconds per file")
+    parser.add_argument("--test-limit", type=float, default=120, help="seconds per test")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    end = given.index("--") if "--" in given else len(given)
+    options = parser.parse_args(given[:end])
+    options.out.mkdir(parents=True, exist_ok=True)
+    for pattern in ("*.jsonl", "*.log", "*.cuda"):
+        for old in options.out.glob(pattern):
+            old.unlink()
+    failures: list[str] = []
+
+    def run(path: str) -> None:
+        outcomes: list[str] = []
+
+        def report(line: dict[str, Any]) -> None:
+            if line["event"] != "end":
+                return
+            outcomes.append(line["outcome"])
+            if line["outcome"] == "failed":
+                failures.append(line["test"])
+                print(f"FAILED {line['test']}\n{line['message'][-MAX_MESSAGE:]}", flush=True)
+
+        problem = run_test_file(
+            path,
+            options.out,
+            report,
+            limit_s=options.limit,
+            test_limit_s=options.test_limit,
+            options=given[end + 1 :],
+        )
+        if problem:
+            failures.append(path)
+        counts = [f"{outcomes.count(name)} {name}" for name in sorted(set(outcomes))]
+        print(f"{path}: {', '.join(counts) or 'no tests'} {problem}".rstrip(), flush=True)
+
+    try:
+        with ThreadPoolExecutor(options.workers) as pool:
+            list(pool.map(run, find_test_files(options.paths)))
+    finally:
+        stop_all()
+    print(f"{len(failures)} failures", *failures, sep="\n  ")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
