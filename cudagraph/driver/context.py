@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 import weakref
@@ -19,6 +20,7 @@ from graft.cudagraph.driver.driver import (
     set_context,
     set_error_detail_source,
 )
+from graft.cudagraph.driver.driverlog import DriverLog
 from graft.cudagraph.driver.stacks import describe_running
 from graft.cudagraph.errors import DeadlineError, DeviceError
 from graft.native import _native
@@ -43,6 +45,9 @@ class Context:
         except Exception as error:
             # If libcuda is missing, cuda.bindings raises exceptions of various types.
             raise DeviceError(f"NVIDIA's driver cannot be loaded: {error}") from error
+        if kind == "cuda":
+            library = ctypes.CDLL(_native.loaded_library(chooser.SONAME))
+            set_error_detail_source(DriverLog(library))
         check("cuInit", results)
         count = check("cuDeviceGetCount", cu.cuDeviceGetCount())
         if not 0 <= ordinal < count:

@@ -20,7 +20,7 @@ from graft.native import _native
 #: Result of cuStreamQuery and cuEventQuery while work is pending.
 NOT_READY = 600
 #: Results after which the context is lost and the driver calls no host function any more.
-FAULTS = frozenset({700, 702, 704, 710, 714, 715, 716, 717, 718, 719, 720, 721})
+FAULTS = frozenset({214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 999})
 
 _context: Any = None
 _forked = False
@@ -65,7 +65,7 @@ def is_context_retained() -> bool:
 
 
 def set_error_detail_source(source: Callable[[bool], str]) -> None:
-    """Register the function that returns the soft device's explanation of an error.
+    """Register the function that returns the driver's explanation of an error.
 
     The explanation becomes part of the error message. The function is called with True after a
     fault, which makes the context unusable, and with False after any other failed call.

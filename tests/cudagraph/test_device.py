@@ -5,14 +5,16 @@ from __future__ import annotations
 import subprocess
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cudagraph_util import PRELUDE, assert_raises, compile_library, run_program, run_python
 
 import graft.cudagraph
 from graft.cudagraph import DeadlineError, Device, DeviceError, Stream, StreamLane, open_device
-from graft.cudagraph.driver import chooser
+from graft.cudagraph.driver import chooser, driver
 from graft.cudagraph.driver.driver import call, cu
+from graft.cudagraph.driver.driverlog import DriverLog
 
 
 def test_open_device_returns_open_device(device: Device) -> None:
@@ -171,3 +173,58 @@ PROGRAMS = [
 def test_readme_example_prints_documented_output(code: str) -> None:
     done = run_python(code)
     assert done.stdout.strip() == code.strip().rpartition("# ")[2], done.stderr
+
+
+class LogLibrary:
+    """A driver with an error log, which contains the lines that `texts` yields call by call."""
+
+    def __init__(self, texts: list[bytes]) -> None:
+        self.texts = iter(texts)
+
+    def cuLogsCurrent(self, position, flags: int) -> int:
+        position._obj.value = 7
+        return 0
+
+    def cuLogsDumpToMemory(self, position, buffer, size, flags: int) -> int:
+        text = next(self.texts)
+        assert position._obj.value >= 7 and size._obj.value > len(text)
+        position._obj.value += 1
+        buffer[: len(text)] = text
+        size._obj.value = len(text)
+        return 0
+
+
+def test_new_messages_of_the_driver_log_become_part_of_errors(device, monkeypatch) -> None:
+    library = LogLibrary([b"[CUDA][E] size is 0\n[CUDA][E] hint\n", b""])
+    monkeypatch.setattr(driver, "_error_detail", DriverLog(library))
+    with pytest.raises(DeviceError, match=r"\(.*: \[CUDA\]\[E\] size is 0; \[CUDA\]\[E\] hint\)"):
+        driver.check_code("cuMemAlloc", 1)
+    with pytest.raises(DeviceError) as info:
+        driver.check_code("cuMemAlloc", 1)
+    assert "CUDA][E]" not in str(info.value)
+    monkeypatch.setattr(driver, "_error_detail", DriverLog(object()))  # a driver without a log
+    with pytest.raises(DeviceError, match="CUDA_ERROR_INVALID_VALUE"):
+        driver.check_code("cuMemAlloc", 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "is_fault"),
+    [
+        *((code, True) for code in (214, 220, 226, 700, 702, 709, 719, 999)),
+        *((code, False) for code in (1, 2, 704, 720)),
+    ],
+)
+def test_faults_abandon_eager_work(device, monkeypatch, code: int, is_fault: bool) -> None:
+    """After a fault, the driver calls no host function any more, so nothing waits for them.
+
+    704 (peer access is already enabled) and 720 (a cooperative launch is too large) are no faults.
+    """
+    abandoned = []
+    native = SimpleNamespace(
+        abandon_eager=lambda: abandoned.append("eager"),
+        abandon_mailboxes=lambda: abandoned.append("mailboxes"),
+    )
+    monkeypatch.setattr(driver, "_native", native)
+    with pytest.raises(DeviceError):
+        driver.check_code("cuStreamSynchronize", code)
+    assert abandoned == (["eager", "mailboxes"] if is_fault else [])
