@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, Protocol
 
-from graft.cudagraph.driver.driver import check_code, prepare_driver_call
+from graft.cudagraph.driver.driver import check_code, cu, prepare_driver_call
 from graft.cudagraph.driver.stacks import describe_running
 from graft.cudagraph.errors import HostWorkError, OptionError
 from graft.native import _native
@@ -266,10 +266,12 @@ def resolve_spin(spin: Spin) -> bool:
             f"spin=True occupies a core while the driver's thread waits and needs {MIN_SPIN_CORES} "
             f"usable cores; this process has {cores}. Use spin='force' to spin anyway"
         )
-    if _native.spin_supported():
+    # cuda.bindings of CUDA 13.0 and 13.1 cannot express the mode, even if the driver supports it.
+    if _native.spin_supported() and hasattr(cu, "CUhostTaskSyncMode"):
         return True
     warnings.warn(
-        "the driver does not support spinning host functions (CUDA 13.2); they block instead",
+        "the driver or cuda.bindings does not support spinning host functions (CUDA 13.2); "
+        "they block instead",
         stacklevel=4,
     )
     return False

@@ -7,17 +7,24 @@ Transports with a mailbox are probed in a child process before they are selected
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import os
 
 from graft.cudagraph.driver.chooser import run_python_child
 from graft.cudagraph.driver.context import Context
+from graft.cudagraph.driver.driver import call, cu
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.host.hostwork import MIN_SPIN_CORES, usable_cores
+from graft.cudagraph.kernels.compiler import KERNELS, cache_folder
+from graft.native import _native
 
 TRANSPORTS = ("auto", "native", "mailbox", "spinkernel")
 #: Transports that use a worker thread, in the order in which "auto" tries them.
 WORKER_TRANSPORTS = ("mailbox", "spinkernel")
+#: First letters of environment variables that change how a driver runs a transport.
+DRIVER_VARIABLES = ("CUDA_", "SOFTCUDA_")
 REPLAYS = 3
 REPLAY_LIMIT_S = 2.0
 #: Time limit for starting Python, opening the device and compiling two small kernels on a busy
@@ -70,6 +77,35 @@ def probe_transport(transport: str, kind: str, ordinal: int = 0) -> str:
     return reason or output
 
 
+def transport_problem(transport: str, device: Context) -> str:
+    """Return the reason why a transport does not work on a device; "" if it works.
+
+    The transport is probed, unless an earlier process has done so with success on the same GPU,
+    with the same driver, build of graft and environment variables of the driver. A failure is not
+    remembered, because its reason may be temporary.
+    """
+    success = cache_folder() / "transports" / _probe_key(transport, device)
+    if success.exists():
+        return ""
+    reason = probe_transport(transport, device.kind, device.ordinal)
+    if not reason:
+        with contextlib.suppress(OSError):  # the file only saves the time of a later probe
+            success.parent.mkdir(exist_ok=True)
+            success.touch()
+    return reason
+
+
+def _probe_key(transport: str, device: Context) -> str:
+    """Return a digest of everything on which the result of a probe depends."""
+    native = os.stat(_native.__file__)
+    driver = call(cu.cuDriverGetVersion)
+    gpu = bytes(call(cu.cuDeviceGetUuid, call(cu.cuDeviceGet, device.ordinal)).bytes)
+    variables = sorted(item for item in os.environ.items() if item[0].startswith(DRIVER_VARIABLES))
+    kernels = (KERNELS / "mailbox.cu").read_text()
+    parts = (transport, driver, gpu, native.st_size, native.st_mtime_ns, _PROBE, kernels, variables)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
 def choose_transport(requested: str, device: Context) -> tuple[str, str]:
     """Check a requested transport, or select one if "auto" is requested; see `TRANSPORTS`.
 
@@ -85,7 +121,7 @@ def choose_transport(requested: str, device: Context) -> tuple[str, str]:
     if requested == "native":
         return requested, "requested"
     if requested != "auto":
-        reason = probe_transport(requested, device.kind, device.ordinal)
+        reason = transport_problem(requested, device)
         if reason:
             raise OptionError(f"transport {requested!r} does not work on this machine: {reason}")
         return requested, "requested"
@@ -94,7 +130,7 @@ def choose_transport(requested: str, device: Context) -> tuple[str, str]:
         return "native", f"{cores} usable cores, fewer than {MIN_SPIN_CORES}"
     failures: list[str] = []
     for transport in WORKER_TRANSPORTS:
-        reason = probe_transport(transport, device.kind, device.ordinal)
+        reason = transport_problem(transport, device)
         if not reason:
             return transport, "; ".join([f"{cores} usable cores, probe passed", *failures])
         failures.append(f"no {transport}: {reason}")

@@ -10,6 +10,7 @@ import pytest
 from cudagraph_util import assert_raises, compile_library, mailbox_graph, replay, run_program
 
 from graft.cudagraph import Device, Graph, GraphExec, Stream
+from graft.cudagraph.driver.driver import cu
 from graft.cudagraph.errors import DeviceError, HostWorkError, OptionError
 from graft.cudagraph.graph.mailbox import MailboxWorker
 from graft.cudagraph.host import hostwork
@@ -283,12 +284,20 @@ def test_spin_requires_four_cores_unless_forced(
     stream.synchronize(60)
 
 
-def test_spin_without_driver_support_warns_and_blocks(
-    stream: Stream, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("missing", ["driver", "cuda.bindings"])
+def test_spin_without_support_warns_and_blocks(
+    device: Device, stream: Stream, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
-    monkeypatch.setattr(hostwork._native, "spin_supported", lambda: False)
+    """cuda.bindings 13.0 does not have the mode, even if the driver is newer."""
+    if missing == "driver":
+        monkeypatch.setattr(hostwork._native, "spin_supported", lambda: False)
+    else:
+        monkeypatch.delattr(cu, "CUhostTaskSyncMode", raising=False)
     calls: list[int] = []
+    graph = Graph(device, "spin")
     with pytest.warns(UserWarning, match=r"CUDA 13\.2"):
         hostfunc(stream, calls.append, 1, spin="force")
-    stream.synchronize(60)
-    assert calls == [1]
+    with pytest.warns(UserWarning, match=r"CUDA 13\.2"):
+        graph.lane("main").host(lambda: calls.append(2), spin="force")
+    replay(graph, stream)
+    assert calls == [1, 2]

@@ -67,7 +67,7 @@ def test_grammar_transport_auto_depends_on_cores_and_probes(device, monkeypatch)
     assert "3 usable cores" in choose_transport("auto", device)[1]
     monkeypatch.setattr(transports, "usable_cores", lambda: 4)
     answers = {"mailbox": "", "spinkernel": ""}
-    monkeypatch.setattr(transports, "probe_transport", lambda t, kind, ordinal: answers[t])
+    monkeypatch.setattr(transports, "transport_problem", lambda t, device: answers[t])
     assert choose_transport("auto", device)[0] == "mailbox"
     answers["mailbox"] = "no memory operations"
     chosen, why = choose_transport("auto", device)
@@ -93,6 +93,27 @@ def test_grammar_transport_probe_reports_missing_features(monkeypatch):
     assert "NOT_SUPPORTED" in probe_transport("mailbox", "soft")
     assert probe_transport("spinkernel", "soft") == ""
     probe_transport.cache_clear()
+
+
+def test_successful_probe_is_remembered_until_its_conditions_change(device, monkeypatch, tmp_path):
+    """A failure is not remembered, because its reason may be temporary."""
+    probes = []
+    answers = {"mailbox": "", "spinkernel": "too slow"}
+    monkeypatch.setenv("GRAFT_CACHE", str(tmp_path))
+    monkeypatch.setattr(
+        transports, "probe_transport", lambda t, kind, ordinal: (probes.append(t), answers[t])[1]
+    )
+    for _ in range(2):
+        assert transports.transport_problem("mailbox", device) == ""
+        assert transports.transport_problem("spinkernel", device) == "too slow"
+    assert probes == ["mailbox", "spinkernel", "spinkernel"]
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    answers["mailbox"] = "it waits forever"
+    assert transports.transport_problem("mailbox", device) == "it waits forever"
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING")
+    assert transports.transport_problem("mailbox", device) == ""
+    monkeypatch.setattr(transports, "_PROBE", "another program")
+    assert transports.transport_problem("mailbox", device) == "it waits forever"
 
 
 def test_mailbox_deadline_fails_engine_with_name_of_late_step(monkeypatch):
