@@ -5,10 +5,10 @@
 
 The input is a folder of JSON schemas, each with instances that are labelled valid or invalid. A
 subject is an implementation of constrained decoding that the benchmark evaluates. The subject
-``auto`` is graft's router, which selects a backend for each schema. The other subjects are the
-Python APIs of the backends' libraries. Each schema is evaluated with all subjects before the next
-one. It is compiled in a child process with a time limit, so that a crash or a hang affects only
-that schema.
+``auto`` is graft, whose router rewrites each schema into a form that LLGuidance enforces. The other
+subjects are the Python APIs of LLGuidance and XGrammar. Each schema is evaluated with all subjects
+before the next one. It is compiled in a child process with a time limit, so that a crash or a hang
+affects only that schema.
 
 To match an instance, the benchmark feeds the tokens of its ``json.dumps`` text to a grammar
 matcher. The keys have the order of the input file. The verdict on a schema is one of:
@@ -16,9 +16,9 @@ matcher. The keys have the order of the input file. The verdict on a schema is o
 correct
     All valid instances are accepted, and all invalid ones are rejected.
 flagged
-    The router declared in advance that results may be wrong. There are two cases. Either the router
-    declared that the grammar does not enforce all of the schema. Or all wrong results are rejected
-    valid instances whose rejection `Route.narrowed` or `Route.spelling` declares.
+    graft's router declared in advance that results may be wrong. There are two cases. Either the
+    router declared that the grammar does not enforce all of the schema. Or all wrong results are
+    rejected valid instances whose rejection `Route.narrowed` or `Route.spelling` declares.
 refused
     The schema does not compile.
 overconstrained

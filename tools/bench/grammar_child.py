@@ -92,7 +92,7 @@ class XGrammar:
 
 
 class Auto:
-    """Compiles and matches schemas with graft: its router selects the backend.
+    """Compiles and matches schemas with graft: its router rewrites them for LLGuidance.
 
     Schemas are compiled with ``partial=True``, so that a schema that cannot be enforced exactly is
     not refused.
@@ -101,7 +101,7 @@ class Auto:
     def __init__(self, vocabulary: Vocabulary, tokenizer: Any):
         self._backend = make_backend("llguidance", vocabulary)
         self._mask = np.zeros(vocabulary.words, np.int32)
-        #: Route of the schema that is evaluated; see `find_route`.
+        #: Result of `route` for the schema that is evaluated; see `find_route`.
         self.route: Any = None
         #: Order in which the keys of an object may be generated.
         self.key_order: Any = "schema"
@@ -114,7 +114,7 @@ class Auto:
         return self._backend.compile(spec).matcher
 
     def find_route(self, schema: Any) -> None:
-        """Set `route` to the choice of graft's router for a schema. Call it before `compile`."""
+        """Set `route` for a schema. Must be called before `compile`."""
         self.route = route(schema, key_order=self.key_order)
 
     def fill(self, matcher: Any) -> None:
@@ -177,9 +177,9 @@ def evaluate_schema(
             First reason why the schema is refused or not enforced exactly, and the schema keyword
             that causes it.
         ``backend``
-            Backend that graft's router chose.
+            "llguidance" if graft compiled the schema; None for other implementations.
         ``partial``
-            Whether the router declared that the grammar does not enforce all of the schema.
+            Whether graft declared that the grammar does not enforce all of the schema.
         ``compile_s``
             Compile time in seconds.
         ``fill_ns``
@@ -227,11 +227,11 @@ def evaluate_schema(
 def _is_declared(found: Any, value: Any, instances: _Instances) -> bool:
     """Return whether route `found` declared that its grammar rejects the valid instance `value`.
 
-    A route is the router's choice of a backend and a grammar for a schema. It declares two kinds of
-    restrictions. A narrowed route has a grammar that generates fewer values than the schema allows,
-    so the rejection of any instance counts as declared. A route with restricted spelling of numbers
-    has a grammar that may accept ``1`` but reject ``1.0``. The rejection of an instance then counts
-    as declared if the grammar accepts the instance with its whole numbers rewritten as integers.
+    A route is the form in which graft compiles a schema. It declares two kinds of restrictions. If
+    the route is narrowed, its grammar generates fewer values than the schema allows, so the
+    rejection of any instance counts as declared. If the spelling of numbers is restricted, the
+    grammar may accept ``1`` but reject ``1.0``. The rejection of an instance then counts as
+    declared if the grammar accepts the instance with its whole numbers rewritten as integers.
     """
     if found.narrowed:
         return True

@@ -261,7 +261,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure all request rates, after a few warm-up requests that are not counted."""
+    """Measure at all request rates, after a few warm-up requests that are not counted."""
     results = []
     with demo_server() if options.url is None else nullcontext(options.url) as url:
         bodies = make_bodies(options.calls, options.model, options.seed)

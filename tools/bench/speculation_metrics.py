@@ -107,10 +107,10 @@ def length_estimates(rounds_by_prompt: Mapping[int, Sequence[RequestRound]]) -> 
 
 
 def acceptance_by_depth(rounds: Sequence[RequestRound], depth: int) -> tuple[list[int], list[int]]:
-    """For each depth from 1 to `depth`, count the rounds that verified and that accepted a draft.
+    """Return the number of rounds that verified a draft, and that accepted it, by depth.
 
-    Verification stops at the first rejected draft of a round. Deeper drafts of the round are not
-    counted as verified. Return both lists of counts.
+    The two lists have one entry for each depth from 1 to `depth`. Verification stops at the first
+    rejected draft of a round. Deeper drafts of the round are not counted as verified.
     """
     tested = [0] * depth
     accepted = [0] * depth

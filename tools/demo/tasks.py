@@ -395,7 +395,7 @@ def _resample_object(
 
 
 def _resample(rng: random.Random, kind: str, schema: Schema) -> tuple[Json, str]:
-    """Return a random value of a kind that satisfies `schema`, and the value as text."""
+    """Return a random value of the kind `kind` that satisfies `schema`, and the value as text."""
     while True:
         other, value, words = _scalar(rng, kind)
         if kind == "enum":

@@ -553,8 +553,9 @@ async def _events(
 ) -> AsyncIterator[tuple[int, Event]]:
     """Yield the events of an API request, each with the index of its engine request.
 
-    Raise ApiError if the engine refused one of the API request's engine requests, or if one of
-    them failed or was cancelled.
+    The generated text is left out if the response has only the prompt. Raise ApiError if the
+    engine refused one of the API request's engine requests, or if one of them failed or was
+    cancelled.
     """
     async for index, event in stream:
         if event.output is not None:

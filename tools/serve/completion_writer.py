@@ -186,7 +186,7 @@ class ResponseChoice:
         return entries
 
     def _split(self, event: Event) -> tuple[str, str, list[dict[str, Any]]]:
-        """Split the next piece of text into reasoning, content and deltas of tool calls."""
+        """Split the text of an event into reasoning, content and deltas of tool calls."""
         text = event.text
         if self._api_request.body.include_stop_str_in_output and event.output is not None:
             stop = self._matched_stop(event.output)

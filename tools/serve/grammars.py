@@ -243,7 +243,7 @@ def _structural_tag(value: Any) -> Any:
 
 
 def _with_schema(tag: Any) -> Any:
-    """Return a tag of a structural tag. If it has no schema, add one that allows any JSON."""
+    """Return `tag`, one of the tags of a structural tag, with a schema: by default for any JSON."""
     if isinstance(tag, dict) and tag.get("schema") is None:
         return tag | {"schema": {}}
     return tag

@@ -19,9 +19,9 @@ from graft.tools.serve.tool_formats.source import partial_length
 
 BEGIN = "<think>"
 END = "</think>"
-#: Reasoning parsers of ``graft serve --reasoning-parser``. With ``deepseek_r1``, the output always
-#: starts with the reasoning section. With ``qwen3``, it does so only if the prompt or the output
-#: contains `BEGIN`.
+#: Reasoning parsers of ``graft serve --reasoning-parser``. With ``deepseek_r1``, every output that
+#: can have a reasoning section starts within it. With ``qwen3``, an output has a section only if
+#: the prompt opens it with `BEGIN`, or the output begins with `BEGIN`.
 REASONING_PARSERS = ("deepseek_r1", "qwen3")
 
 
@@ -48,7 +48,7 @@ def starts_in_reasoning(parser: str, prompt: str, continued: str = "") -> bool:
 def answer_grammar(
     grammar: GrammarSpec, starts_in_reasoning: bool, *, required: bool
 ) -> GrammarSpec:
-    """Return the grammar of an output whose answer has the given grammar.
+    """Return the grammar of an output whose answer, the text after `END`, matches `grammar`.
 
     If an answer is not `required`, the output may end in the reasoning section.
     """

@@ -175,7 +175,7 @@ class ResponsesWriter:
         return last.get("type") == kind and last["status"] == "in_progress"
 
     def _place(self) -> dict[str, Any]:
-        """Return the fields of an event that refer to the last item."""
+        """Return the fields with which an event refers to the last item."""
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def _open(self, item: dict[str, Any]) -> Iterator[str]:

@@ -340,7 +340,7 @@ def write_requests(
     Returns
     -------
     list of (str, str)
-        Kinds and texts.
+        Kind and text of each request.
     """
     held_out = [
         json.loads(line)["prompt"].lower().rstrip(".")
@@ -653,7 +653,8 @@ class Trainer:
         v.zero_()
         v[:own, :HIDDEN] = values[:own].sqrt()[:, None] * right[:own]
         o[:, :own] = left[:, :own] * values[:own].sqrt()
-        # Heads that copy compare tokens in the dimensions that the rotary embedding hardly rotates.
+        # Three heads copy tokens. They compare codes of tokens in the dimensions that the rotary
+        # embedding hardly rotates.
         slow = torch.cat([torch.arange(16, 32), torch.arange(48, 64)])
         copied = torch.linalg.qr(torch.randn(HIDDEN, 3 * d))[0]
         for i in range(3):

@@ -74,8 +74,9 @@ class ToolCallParser:
     def _parse(self) -> Steps[None]:
         """Yield the content and the calls of the output as events.
 
-        If the output ends before the arguments of a call begin, the text of the call is content. If
-        it ends after the arguments, the incomplete text after the arguments is omitted.
+        If the output ends before the arguments of a call begin, the text of the call is content, or
+        omitted if calls are required. If the output ends after the arguments, the incomplete text
+        after the arguments is omitted.
         """
         source = self._source
         is_omitted = self._tools.required
