@@ -71,7 +71,7 @@ def add_counts(parser: argparse.ArgumentParser, *counts: tuple[str, int, str]) -
 
 @dataclass(frozen=True)
 class Chart:
-    """A line chart: the points (x, y) of each series by its name."""
+    """A line chart. `series` maps the name of each line to its points (x, y)."""
 
     title: str
     x_label: str

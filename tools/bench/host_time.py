@@ -8,7 +8,8 @@ commits one token per request. The times therefore include only work of the host
 to wait for. They do not include the launch of the graph.
 
 Each case is measured four times: without and with cached pages, each without and with waiting
-requests. The prompts of the waiting requests begin with cached pages.
+requests. The prompts of the waiting requests begin with cached pages if there are any, except in
+the case "too few pages".
 """
 
 from __future__ import annotations

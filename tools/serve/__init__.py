@@ -3,7 +3,7 @@
 ``app``
     The ASGI application with its endpoints, authentication, admission control and streaming.
 ``fields``, ``requests``, ``messages``
-    Pydantic models of requests in OpenAI's format, and the messages of their errors.
+    Pydantic models of requests and chat messages in OpenAI's format, and texts of their errors.
 ``request_parser``, ``grammars``
     Conversion of requests to requests of the engine.
 ``completion_writer``, ``reasoning``, ``errors``
@@ -15,7 +15,7 @@
 ``tokenization``, ``prompt_logprobs``
     The endpoints ``/tokenize`` and ``/detokenize``, and log probabilities of prompts.
 ``connections``
-    Limits on connections and on the log.
+    Limits on connections and on repeated log messages.
 ``engine_driver``, ``request_stream``
     The thread that runs an engine, and its interface to the event loop of the server.
 ``replicas``, ``router``, ``actors``

@@ -407,8 +407,8 @@ class _GenerateEndpoint:
         fields: AbstractSet[str] = frozenset()
         try:
             given = await service.read_body(request)
-            # The capacity is checked after the body has arrived. Clients that do not send their
-            # bodies must not use up the capacity.
+            # The request is counted only after its body has arrived, so that clients that do not
+            # send their bodies cannot use up the capacity.
             service.check_capacity()
             service.api_requests += 1
             is_counted = True

@@ -114,8 +114,8 @@ class Connections(ServerState):
     def make_room(self) -> None:
         """If there are too many connections, close those that have waited for a request longest.
 
-        Connections with a request in progress stay open. If all connections except for the new one
-        have a request in progress, the new connection is closed.
+        Connections whose request has arrived completely stay open until its response is complete.
+        If there are only such connections besides the new one, the new connection is closed.
         """
         excess = len(self.connections) - self.limit
         if excess <= 0:

@@ -34,7 +34,7 @@ _STRICT_OPTION = "disable_additional_properties"
 class FoundGrammar(NamedTuple):
     """A grammar of a request."""
 
-    #: Name of the field that defines the grammar, for error messages.
+    #: Name in error messages: the field that defines the grammar, or a key of structured_outputs.
     name: str
 
     #: Kind of grammar: a key of structured_outputs, ``"ebnf"``, or ``"strict_json"`` (a schema that

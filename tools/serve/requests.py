@@ -133,7 +133,7 @@ class Tool(Fields):
 
 
 class GenerationFields(Fields):
-    """Fields that all endpoints for the generation of text have."""
+    """Fields that all endpoints that generate text have in common."""
 
     model: Any = None
     stream: StrictBool = False

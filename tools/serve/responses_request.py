@@ -141,7 +141,8 @@ def _response_format(form: Any) -> dict[str, Any]:
 def _read_tool_choice(choice: Any) -> Any:
     """Convert ``tool_choice`` to the form of chat completions.
 
-    Chat completions nest the name of a function in an object ``function``. This API does not.
+    Chat completions nest the name of a function in an object ``function``; ``/v1/responses`` does
+    not.
     """
     if not isinstance(choice, dict):
         return choice

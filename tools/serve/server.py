@@ -84,7 +84,10 @@ class Server(uvicorn.Server):
             self.drain()
 
     async def on_tick(self, counter: int) -> bool:
-        """Exit if draining is complete. uvicorn calls this method ten times per second."""
+        """Close unused connections once per second, and exit if draining is complete.
+
+        uvicorn calls this method ten times per second.
+        """
         if counter % 10 == 0:
             self.server_state.close_unused()
         if self.service.draining:

@@ -26,7 +26,7 @@ class ToolChoice:
 
     @property
     def is_array(self) -> bool:
-        """Whether the output is a JSON array of calls."""
+        """Whether required calls are written as a JSON array, if the notation has one."""
         return self.required and self.parallel
 
 

@@ -103,7 +103,8 @@ def batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield padded batches of sequences of similar length, in random order.
 
-    A batch has about `tokens` tokens. Sequences longer than `max_length` are dropped.
+    A batch has at most about `tokens` tokens, including padding. Sequences longer than `max_length`
+    are dropped.
     """
     while True:
         rows = encode(tokenizer, list(itertools.islice(tasks, TASKS_PER_CHUNK)))

@@ -207,7 +207,7 @@ class Optimizers:
         return min(1.0, self.spent / self.minutes)
 
     def step(self, loss: Tensor) -> None:
-        """Update the parameters. The learning rate follows from the share of the time spent."""
+        """Update the parameters. The learning rate depends on step number and time spent."""
         now = time.monotonic()
         self.spent += (now - self.clock) / 60
         self.clock = now

@@ -97,7 +97,8 @@ class Row:
 class Prompts:
     """Generator of random requests from the templates in ``smollm_prompts.json``.
 
-    A template is a text with slots for words, followed by ``=>`` and the form of the output.
+    A template is a text with slots for words. If the output has a given form, ``=>`` and the form
+    follow the text.
     """
 
     def __init__(self, seed: int) -> None:
@@ -335,7 +336,7 @@ def write_requests(
         Random generator that selects the beginnings of the requests.
     count
         Number of requests that the target begins to write. A request is dropped if it does not end
-        within one line, or if it has the same subject as a held-out prompt.
+        after a few tokens, has several lines, or contains the subject of a held-out prompt.
 
     Returns
     -------

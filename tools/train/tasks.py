@@ -160,7 +160,10 @@ def corpus_documents(path: Path) -> list[Any]:
 
 
 def _infer_schema(rng: random.Random, value: Any) -> tuple[dict[str, Any], Any]:
-    """Return a schema that `value` satisfies, and the minimal instance of the schema."""
+    """Return a schema that is inferred from `value`, and the minimal instance of the schema.
+
+    The first element of a list determines the schema of all its elements.
+    """
     if isinstance(value, dict):
         fields = {key: _infer_schema(rng, child) for key, child in value.items()}
         optional = [key for key in fields if rng.random() < 0.4]
@@ -200,7 +203,7 @@ def mixture(documents: list[Any], copying: float, start: int) -> Iterator[Task]:
     """Yield training tasks forever. About one task in eight is made from a real document.
 
     `documents` is the result of `corpus_documents`. Of the other tasks, the fraction `copying` are
-    copying tasks. `start` is the number of the first task.
+    copying tasks, and the rest come from `training_tasks`. `start` is the number of the first task.
     """
     tasks = training_tasks(start, 0.12)
     for n in itertools.count(start):

@@ -1,8 +1,8 @@
 """The notation of Llama 3.2 and Llama 4 models that write calls as a list in Python.
 
-The output is ``[name(key=value, ...), ...]``. The values ``True``, ``False``, ``None`` and texts
-are written as in Python. All other values are written as JSON, including the elements of arrays and
-objects.
+The output is ``[name(key=value, ...), ...]``. The values ``True``, ``False``, ``None`` and strings
+that need no escapes are written as in Python. All other values are written as JSON, including the
+elements of arrays and objects.
 """
 
 from __future__ import annotations
