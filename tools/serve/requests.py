@@ -301,7 +301,7 @@ class CompletionRequest(CompletionFields):
 
     @property
     def token_limit(self) -> int | None:
-        """Maximum number of tokens to generate; None for all remaining positions."""
+        """Maximum number of tokens to generate; 16 by default, as in OpenAI's API."""
         return 16 if self.max_tokens is None else self.max_tokens
 
     @property
