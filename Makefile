@@ -105,7 +105,7 @@ tree: # link the packages in build/tree, where they have the names that they hav
 	@ln -sfn $(addprefix ../../../../,$(filter-out %/__pycache__,$(patsubst %/,%,$(wildcard native/*/ \
 	  native/*.py)))) build/tree/graft/native
 
-demo: install-graft ## generate ten outputs in one batch, each with a different grammar, and verify them
+demo: install-graft ## generate ten outputs in one batch, nine of them with different grammars, and verify them
 	@$(if $(GRAFT_DEVICE),GRAFT_DEVICE=$(GRAFT_DEVICE)) $(PY) -m graft.tools.cli demo
 
 demo-llm: install-graft ## run the demo with SmolLM2-135M-Instruct (downloads 93 MB once)

@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
         ("import", convert, "convert a GGUF file to a model folder"),
     ):
         module.add_arguments(commands.add_parser(name, help=text, description=_sentence(text)))
-    text = "generate ten outputs in one batch, each with a different grammar"
+    text = "generate ten outputs in one batch, nine of them with different grammars"
     demo_parser = commands.add_parser("demo", help=text, description=_sentence(text))
     demo_parser.add_argument(
         "--llm",
