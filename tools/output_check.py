@@ -14,8 +14,8 @@ def is_valid(spec: GrammarSpec | None, text: str) -> bool | None:
     """Return whether `text` satisfies a grammar; None if there is no independent check.
 
     JSON schemas are checked with ``jsonschema``, and regular expressions with ``re``, both with a
-    time limit of a few seconds. There is no check for EBNF and Lark grammars, nor for regular
-    expressions that ``re`` cannot parse.
+    time limit of a few seconds. A choice is compared with its texts. There is no check for other
+    grammars, nor for regular expressions that ``re`` cannot parse.
     """
     if spec is None:
         return None

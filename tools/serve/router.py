@@ -10,7 +10,7 @@ from graft.tools.serve.engine_driver import EngineInfo
 
 
 class Router:
-    """A router that chooses the replica with the longest cached prefix, then with the lowest load.
+    """Chooses the replica with the longest cached prefix of a prompt; of several, the least loaded.
 
     The router estimates the contents of the replicas' prefix caches instead of querying them. For
     each replica, it stores the page keys of the prompts that were routed to the replica. It stores
