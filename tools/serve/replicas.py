@@ -92,8 +92,8 @@ class _RoutedRequest:
     characters: int = 0
     received: tuple[int, int] = 0, 0
 
-    def start(self) -> Request:
-        """Begin a run: return the request for a replica, with the remaining time as its timeout."""
+    def begin_run(self) -> Request:
+        """Return the request to send to a replica. Its timeout is the remaining time."""
         self.received = (0, 0)
         timeout_s = self.request.timeout_s
         if timeout_s is not None:
@@ -250,7 +250,7 @@ class Replicas:
         the request fails. Raise OptionError if `timeout_s` is invalid. The engines check all
         other fields.
         """
-        check_timeout(request.timeout_s)  # otherwise, `_RoutedRequest.start` could raise an error
+        check_timeout(request.timeout_s)  # `_RoutedRequest.begin_run` would raise it too late
         request_id = str(request.id)
         if request.seed is None:
             request = replace(request, seed=secrets.randbits(64))
@@ -402,7 +402,7 @@ class Replicas:
             if not loads:
                 continue
             replica = self._replicas[self._router.choose(request.keys, loads)]
-            replica.jobs.put_nowait(request.start())
+            replica.jobs.put_nowait(request.begin_run())
             replica.requests[str(request.request.id)] = request
             self._unassigned.remove(request)
 
