@@ -1,9 +1,12 @@
 #include "hostwork/reaper.h"
 
 #include <semaphore.h>
+#include <time.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <deque>
 #include <thread>
 
 #include "hostwork/driver.h"
@@ -11,7 +14,102 @@
 
 namespace graft::hostwork {
 
+using Clock = std::chrono::steady_clock;
+
 constexpr int kCaptureModeRelaxed = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED
+// Interval at which the reaper checks whether device work has ended.
+constexpr long kPollNs = 200'000;
+// A driver may hold a lock of the context while it frees memory and waits for the device, so that
+// other driver calls wait too. Memory is therefore freed when the streams are idle, but at the
+// latest after this time, because the streams of a busy program may never be idle.
+constexpr std::chrono::milliseconds kMaxDeferral{500};
+
+// Tells the reaper about a stream. Passed through the reaper's list, so that the reaper knows a
+// stream before it processes memory that work on the stream uses.
+class StreamCreation final : public Reapable {
+ public:
+  explicit StreamCreation(Handle created) : stream(created) {}
+  void reap(std::vector<PyObject*>&) noexcept override;
+  const Handle stream;
+};
+
+// The streams of graft, each with an event. Shows which work on these streams has ended. Used by
+// the reaper thread only.
+class StreamFences {
+ public:
+  void add(Handle stream) { streams_.push_back({stream}); }
+  void remove(Handle stream) {
+    const auto it = std::find_if(streams_.begin(), streams_.end(),
+                                 [&](const Fence& fence) { return fence.stream == stream; });
+    if (it == streams_.end()) return;
+    if (it->event != nullptr) driver().event_destroy(it->event);
+    streams_.erase(it);
+  }
+  // Begins a period. ended() covers the work that was enqueued before this call.
+  std::uint64_t next_period() { return ++period_; }
+  // Records and queries the events. Returns whether the streams were idle. Streams that are
+  // capturing are left out, because querying captured work would invalidate the capture.
+  bool update() {
+    bool idle = true;
+    for (Fence& fence : streams_) {
+      const bool recorded_now = !fence.pending;
+      if (recorded_now && !record(fence)) {
+        fence.ended = period_;
+        continue;
+      }
+      // The event of an idle stream is reached within microseconds.
+      const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(50);
+      Result result = driver().event_query(fence.event);
+      while (recorded_now && result == kNotReady && std::chrono::steady_clock::now() < end)
+        result = driver().event_query(fence.event);
+      fence.pending = result == kNotReady;
+      if (!fence.pending && !is_capture_error(result)) fence.ended = fence.recorded;
+      idle = idle && recorded_now && fence.ended == period_;
+    }
+    return idle;
+  }
+  // Returns the last period whose work has ended on all streams.
+  std::uint64_t ended() const {
+    std::uint64_t period = period_;
+    for (const Fence& fence : streams_) period = std::min(period, fence.ended);
+    return period;
+  }
+
+ private:
+  struct Fence {
+    Handle stream;
+    Handle event = nullptr;
+    bool pending = false;        // whether the event was recorded and is not known to be reached
+    std::uint64_t recorded = 0;  // period in which the event was recorded
+    std::uint64_t ended = 0;     // last period whose work on the stream has ended
+  };
+
+  // CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED to CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD.
+  static bool is_capture_error(Result result) { return result >= 900 && result <= 908; }
+
+  static bool is_capturing(Handle stream) {
+    int status = 0;
+    std::uint64_t id = 0;
+    const Result result =
+        driver().stream_get_capture_info(stream, &status, &id, nullptr, nullptr, nullptr, nullptr);
+    return result == kSuccess && status != 0;
+  }
+
+  // Records the event of a stream. Returns false if the stream is capturing. Errors occur only
+  // after a context fault, after which no work runs; the query then returns the same error.
+  bool record(Fence& fence) {
+    constexpr unsigned kDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
+    if (is_capturing(fence.stream)) return false;
+    if (fence.event == nullptr) driver().event_create(&fence.event, kDisableTiming);
+    driver().event_record(fence.event, fence.stream);
+    if (is_capturing(fence.stream)) return false;
+    fence.recorded = period_;
+    return true;
+  }
+
+  std::vector<Fence> streams_;
+  std::uint64_t period_ = 0;
+};
 
 class Reaper {
  public:
@@ -27,13 +125,11 @@ class Reaper {
 
   void run() {
     // CUDA considers freeing potentially unsafe during a stream capture and would invalidate the
-    // capture. Nothing that is freed here belongs to captured work, so this thread disables the
-    // check.
+    // capture. Nothing that is freed here belongs to captured work, so this thread opts out.
     int mode = kCaptureModeRelaxed;
     driver().thread_exchange_capture_mode(&mode);
     while (true) {
-      while (sem_wait(&wake_) != 0) {
-      }
+      wait();
       // Make the context current each time, because it may have been released and retained again.
       // While it is released, no driver resource exists, so drain() needs no context.
       const Handle context = primary_context();
@@ -43,13 +139,54 @@ class Reaper {
   }
 
   std::int64_t pending() const { return pending_.load(); }
+  StreamFences& streams() { return streams_; }
 
  private:
+  // Items that wait until device work has ended.
+  struct Deferred {
+    Reapable* items;
+    std::uint64_t period;
+    Clock::time_point since;
+  };
+
+  // Waits for a new item or, if items are deferred, until it is time to check them.
+  void wait() {
+    if (deferred_.empty()) {
+      while (sem_wait(&wake_) != 0) {
+      }
+      return;
+    }
+    timespec until{};
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += kPollNs;
+    if (until.tv_nsec >= 1000000000) {
+      until.tv_nsec -= 1000000000;
+      ++until.tv_sec;
+    }
+    sem_timedwait(&wake_, &until);
+  }
+
   void drain() {
-    Reapable* const items = reversed(head_.exchange(nullptr));
+    Reapable* used = nullptr;  // new items that device work may use
+    Reapable* const unused = split(reversed(head_.exchange(nullptr)), &used);
+    finish(unused);
+    if (used != nullptr) deferred_.push_back({used, streams_.next_period(), Clock::now()});
+    if (deferred_.empty()) return;
+    const bool idle = !gate_open() || streams_.update();
+    while (!deferred_.empty()) {
+      const Deferred& first = deferred_.front();
+      const bool ended = !gate_open() || streams_.ended() >= first.period;
+      if (!ended || !(idle || Clock::now() - first.since >= kMaxDeferral)) return;
+      Reapable* const items = first.items;
+      deferred_.pop_front();
+      finish(items);
+    }
+  }
+
+  void finish(Reapable* items) {
     std::int64_t count = 0;
     for (Reapable* item = items; item != nullptr; item = item->next_) ++count;
-    if (gate_open()) free(items);  // otherwise the process is exiting (INVARIANTS.md L4)
+    if (gate_open()) free(items);  // else the process exits (INVARIANTS.md L4)
     pending_.fetch_sub(count);
   }
 
@@ -82,9 +219,28 @@ class Reaper {
     return out;
   }
 
+  // Moves the items that device work may use from the list to `used` and returns the list of the
+  // others. Both lists keep their order.
+  static Reapable* split(Reapable* items, Reapable** used) {
+    Reapable* unused = nullptr;
+    Reapable** used_end = used;
+    Reapable** unused_end = &unused;
+    while (items != nullptr) {
+      Reapable**& end = items->used_by_device() ? used_end : unused_end;
+      *end = items;
+      end = &items->next_;
+      items = items->next_;
+    }
+    *used_end = nullptr;
+    *unused_end = nullptr;
+    return unused;
+  }
+
   std::atomic<Reapable*> head_{nullptr};
   std::atomic<std::int64_t> pending_{0};
   sem_t wake_;
+  StreamFences streams_;
+  std::deque<Deferred> deferred_;  // oldest first
 };
 
 namespace {
@@ -93,6 +249,8 @@ namespace {
 Reaper& reaper = *new Reaper;
 
 }  // namespace
+
+void StreamCreation::reap(std::vector<PyObject*>&) noexcept { reaper.streams().add(stream); }
 
 void retire(Reapable* item) noexcept { reaper.push(item); }
 
@@ -129,10 +287,16 @@ class ResourceRelease final : public Reapable {
   ResourceRelease(ResourceKind kind, std::uint64_t handle) : kind_(kind), handle_(handle) {}
 
   void reap(std::vector<PyObject*>&) noexcept override {
+    if (kind_ == ResourceKind::kStream) reaper.streams().remove(reinterpret_cast<Handle>(handle_));
     // After a context fault, this call fails, and the driver frees the handle together with the
     // context.
     if (owned && destroy(kind_, handle_) != kSuccess) failed.fetch_add(1);
     live.fetch_sub(1);
+  }
+
+  bool used_by_device() const noexcept override {
+    return kind_ == ResourceKind::kDeviceMemory || kind_ == ResourceKind::kPinnedMemory ||
+           kind_ == ResourceKind::kModule || kind_ == ResourceKind::kStream;
   }
 
   bool owned = true;  // changed only before the object is retired
@@ -145,6 +309,7 @@ class ResourceRelease final : public Reapable {
 Resource::Resource(ResourceKind kind, std::uint64_t handle)
     : release_(new ResourceRelease(kind, handle)), handle_(handle) {
   live.fetch_add(1);
+  if (kind == ResourceKind::kStream) retire(new StreamCreation(reinterpret_cast<Handle>(handle)));
 }
 
 Resource::~Resource() = default;

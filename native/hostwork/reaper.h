@@ -22,6 +22,9 @@ class Reapable {
   // references are not released here but appended to `references`, which the reaper releases
   // afterwards, all under one acquisition of the GIL.
   virtual void reap(std::vector<PyObject*>& references) noexcept = 0;
+  // Returns whether device work that was enqueued before retire() may use the resource. The reaper
+  // then calls reap() only after this work has ended (INVARIANTS.md L8).
+  virtual bool used_by_device() const noexcept { return false; }
 
  private:
   friend class Reaper;

@@ -479,6 +479,64 @@ def test_eager_host_work_is_freed_after_its_run(stream: Stream) -> None:
     assert watch() is None
 
 
+EAGER = """
+go = threading.Event()
+text = 'extern "C" __global__ void add(const int* x, int* y) { *y += *x; }'
+kernel = load_text(device, text, "add.cu")["add"]
+x, y = device.from_host(__import__("numpy").array([5], "int32")), device.zeros((1,), "int32")
+staging, result = device.pinned((1,), "int32"), device.pinned((1,), "int32")
+staging.array[0] = 7
+other = device.stream()
+lane = StreamLane(other)
+lane.host(lambda: go.wait(60))
+lane.copy(y, staging)
+lane.kernel(kernel, 1, 1, [x, y])
+lane.copy(result, y)
+StreamLane(stream).wait(lane.record())
+del kernel, x, y, staging, other, lane
+end = time.monotonic() + 0.1
+while time.monotonic() < end and _native.live_resources() > 3:
+    time.sleep(0.001)
+go.set()
+stream.synchronize(60)
+assert _native.flush(60)
+print(result.array[0], _native.live_resources(), _native.failed_frees())
+"""
+
+
+@pytest.mark.parametrize("setting", ["wait", "immediate"])
+def test_operands_of_eager_work_are_freed_after_the_work(setting) -> None:
+    """The driver need not wait for the device when it frees memory or unloads a module.
+
+    The operands include those of work on a stream that was dropped. The result, its stream and the
+    stream for transfers remain.
+    """
+    done = run_program(EAGER, GRAFT_DEVICE="soft", SOFTCUDA_FREE=setting)
+    assert done.stdout.split() == ["12", "3", "0"], done.stderr
+
+
+PENDING_WAIT = """
+go = threading.Event()
+graph, data = Graph(device, "pending"), device.zeros((1,), "int32")
+graph.lane("main").mailbox(lambda: go.wait(60), name="step", deadline_s=5.0)
+run = graph.instantiate()
+run.launch(stream)
+while graph.worker.native.parked: time.sleep(0.001)
+del data
+time.sleep(0.05)
+device.stream()
+go.set()
+run.synchronize(60)
+print("done")
+"""
+
+
+def test_dropped_memory_does_not_block_driver_calls_while_a_wait_is_pending() -> None:
+    """A driver may lock the context while a call that frees memory waits for the device."""
+    done = run_program(PENDING_WAIT, GRAFT_DEVICE="soft", SOFTCUDA_LOCK_MODEL="8")
+    assert done.stdout.split() == ["done"], done.stderr
+
+
 def test_exec_close_breaks_reference_cycle(device: Device) -> None:
     holder = Step()
     graph = Graph(device, "cycle")
