@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cudagraph_util import assert_raises, replay, run_in_threads, wait_until_freed
+from cudagraph_util import assert_raises, replay, run_in_threads, run_program, wait_until_freed
 
 from graft import native
 from graft.cudagraph import (
@@ -377,8 +377,9 @@ def test_programmatic_edges_lead_only_to_waiting_kernels(
     """Only an edge to a kernel that calls wait_for_previous_kernel() is programmatic.
 
     The edge must connect two consecutive kernels of a lane, and the second kernel must make the
-    call at its top. Edges at a mark, at a node of another kind and in a body are ordinary
-    dependencies. Nodes at a programmatic edge cannot be changed.
+    call at its top. Edges at a mark and at a node of another kind are ordinary dependencies. The
+    body of a conditional inherits the setting of the graph. Nodes at a programmatic edge cannot be
+    changed.
     """
     monkeypatch.setattr(graph_module, "PROGRAMMATIC_MIN_CUDA", 10**9)
     assert_raises(OptionError, {"'p'.*9.0": lambda: Graph(device, "p", programmatic=True)})
@@ -395,7 +396,7 @@ def test_programmatic_edges_lead_only_to_waiting_kernels(
         graph, body = waiting_graph(device, kernels, data, programmatic)
         expected = [(0, 1), (2, 3), (4, 5)] if programmatic else []
         assert programmatic_edges(graph) == expected
-        assert programmatic_edges(body) == []
+        assert programmatic_edges(body) == ([(0, 1)] if programmatic else [])
         run = replay(graph, stream)
         totals.append(data.to_host()[0])
         for node in graph.nodes[:7]:
@@ -405,6 +406,26 @@ def test_programmatic_edges_lead_only_to_waiting_kernels(
             else:
                 change()
     assert totals == [13, 13]
+
+
+REJECTED_BODY = f"""
+kernel = load_text(device, {WAITING!r}, "waiting.cu")["wait"]
+graph, data = Graph(device, "loop", programmatic=True), device.zeros((1,), "int32")
+lane = if_(graph.lane("main"), condition(graph, 1)).lane("main")
+lane.kernel(kernel, 1, 1, [data])
+if sys.argv[1] == "2 kernels":
+    lane.kernel(kernel, 1, 1, [data])
+graph.instantiate()
+"""
+
+
+@pytest.mark.parametrize("kernels", ["1 kernel", "2 kernels"])
+def test_rejected_body_with_programmatic_edges_is_explained(kernels: str) -> None:
+    failure = "cuGraphInstantiateWithFlags:1:801"
+    done = run_program(REJECTED_BODY, kernels, GRAFT_DEVICE="soft", SOFTCUDA_FAIL=failure)
+    assert "CUDA_ERROR_NOT_SUPPORTED" in done.stderr
+    hint = "graph 'loop' has programmatic edges in the body of a conditional"
+    assert (hint in done.stderr) is (kernels == "2 kernels")
 
 
 def test_invalid_node_and_payload_changes_raise(device: Device, stream: Stream, module) -> None:
