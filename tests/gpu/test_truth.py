@@ -26,6 +26,8 @@ MATRICES = {
 ROWS = ((1, 4, 8, 16, 17, 32, 33, 64, 256), (1, 8, 17, 33))
 #: Maximum error of a sum, as a fraction of the sum of the magnitudes of its terms.
 SUM_TOLERANCE = 2.0**-15
+#: Maximum relative error (L2 norm) of results that depend on values rounded to 16 bits.
+ROUNDED_TOLERANCE = 0.01
 
 
 @pytest.fixture
@@ -120,7 +122,8 @@ def test_attention_equals_softmax_and_single_rows(device, stream, lane, length):
     positions = [last - 3, last - 2, last - 1, last] * 2
     found = case.on_stream(stream, slots, positions, 4)
     for row, slot, position in zip(found, slots, positions, strict=True):
-        np.testing.assert_allclose(row, case.wanted(slot, position).ravel(), atol=0.02)
+        expected = case.wanted(slot, position).ravel()
+        assert np.linalg.norm(row - expected) <= ROUNDED_TOLERANCE * np.linalg.norm(expected)
     assert same_bits(case.on_stream(stream, slots[:1], positions[:1], 4), found[:1].copy())
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,10 +25,11 @@ ROOT = Path(__file__).parents[2]
 def restore(monkeypatch):
     """Undo what a run changes in this process, and let later runs start child processes."""
     monkeypatch.setenv("GPU_FIRST_SMALL", "")
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     folder = Path.cwd()
     yield
-    signal.signal(signal.SIGTERM, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     os.chdir(folder)
     runner._stopped = False
 
@@ -167,7 +168,8 @@ class FakeDriver:
 def test_stage0_names_missing_driver_functions(capsys):
     with pytest.raises(SystemExit, match=r"^missing driver functions: cuGraphLaunch 10000 "):
         stage0.check_symbols(FakeDriver())
-    assert "23 of 24 driver functions found" in capsys.readouterr().out
+    found, count = re.findall(r"\d+", capsys.readouterr().out)
+    assert int(found) == int(count) - 1 >= 20
 
 
 def fake_tool(folder, name, script, monkeypatch):
@@ -426,23 +428,33 @@ def test_run_starts_without_the_native_module_and_cupy(tmp_path):
     assert outcomes["versions"] == outcomes["driver"] == "passed"
 
 
-def test_terminated_run_writes_its_archive(tmp_path):
-    """SIGTERM ends the child processes, and the logs of the run so far are kept."""
-    fake_tool_path = tmp_path / "bin" / "nvidia-smi"
-    fake_tool_path.parent.mkdir()
-    fake_tool_path.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid; echo running; sleep 600\n")
-    fake_tool_path.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{fake_tool_path.parent}:{os.environ['PATH']}"}
+@pytest.mark.parametrize("section", ["stage0", "modes"])
+def test_terminated_run_writes_its_archive(tmp_path, section):
+    """SIGTERM ends the program or the test file that runs, and the logs so far are kept."""
+    (tmp_path / "hang.py").write_text(
+        "import os, pathlib, time\n"
+        "print('running', flush=True)\n"
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n"
+        "time.sleep(600)\n"
+    )
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\nexec {sys.executable} {tmp_path}/hang.py\n")
+    smi.chmod(0o755)
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}",
+        "PYTEST_ADDOPTS": "-p hang",
+    }
     command = [sys.executable, "-m", "graft.tools.gpu_first", "--out", str(tmp_path / "out")]
-    child = subprocess.Popen([*command, "--sections", "stage0"], env=environment)
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+    child = subprocess.Popen([*command, "--sections", section], env=os.environ | variables)
+    pid = tmp_path / "pid"
+    while not pid.exists() or not pid.read_text():
         assert child.poll() is None
         time.sleep(0.02)
     child.send_signal(signal.SIGTERM)
     assert child.wait(30) == 128 + signal.SIGTERM
     with tarfile.open(tmp_path / "out" / "files.tar.gz") as archive:
-        assert b"running" in archive.extractfile("files/nvidia-smi.log").read()
-    stat = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
+        logs = [archive.extractfile(file).read() for file in archive if file.name.endswith(".log")]
+    assert any(log.startswith(b"running") for log in logs)
+    stat = Path("/proc", pid.read_text(), "stat")
     assert not stat.exists() or stat.read_text().split()[2] == "Z"
-    first = json.loads((tmp_path / "out" / "results.jsonl").read_text().splitlines()[0])
-    assert (first["name"], first["outcome"]) == ("versions", "passed")

@@ -42,7 +42,7 @@ ROOT = stage0.ROOT
 #: Number of test files that run at the same time, except measurements.
 WORKERS = 6
 #: Time limit of a test of a feature in seconds. Each takes less than a second.
-TEST_LIMIT_S = 10.0
+TEST_LIMIT_S = 20.0
 #: Program that generates tokens without a grammar. Its host steps are host nodes, because mailboxes
 #: wait forever in tools that run each kernel twice.
 SHORT_RUN = """
@@ -247,7 +247,7 @@ def measure(run: Run) -> None:
         run.add("ncu", "skipped", "ncu is not installed")
         return
     command = ["ncu", "--set", "basic", "--csv", "--graph-profiling", "node"]
-    command += ["--clock-control", "none", "--launch-skip", "300", "--launch-count", "60"]
+    command += ["--clock-control", "none", "--launch-skip", "50", "--launch-count", "60"]
     command += [sys.executable, "-c", SHORT_RUN]
     passed, output = run.command("ncu", command, 60, r'(?m)^"\d')
     if passed:
@@ -299,6 +299,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def stop(signum: int, frame: Any) -> None:
     """Signal handler that ends the run, so that the archive is written."""
+    stop_all()  # otherwise the threads that wait for child processes would not end
     raise SystemExit(128 + signum)
 
 
@@ -309,9 +310,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.exit(f"gpu_first needs a clone of the repository; {ROOT} has no folder tests/gpu")
     run = Run(options.out.resolve(), options.small)
     os.chdir(ROOT)
+    os.environ.setdefault("GRAFT_DEVICE", "soft" if options.small else "cuda")
     os.environ["GPU_FIRST_SMALL"] = "1" if options.small else ""
     end = time.monotonic() + 60 * options.minutes
     signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
     try:
         for name in options.sections:
             run.section = name

@@ -16,7 +16,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +36,6 @@ MAX_MESSAGE = 2000
 Report = Callable[[dict[str, Any]], None]
 
 _children: set[subprocess.Popen[bytes]] = set()
-_lock = threading.Lock()
 _stopped = False
 
 
@@ -71,22 +69,21 @@ def run_command(
     end = time.monotonic() + limit_s
     with log.open("ab") as file:
         try:
-            with _lock:
-                if _stopped:
-                    return "the run was stopped"
-                child = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    env=variables,
-                    start_new_session=True,
-                )
-                _children.add(child)
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=variables,
+                start_new_session=True,
+            )
         except OSError as error:
             return str(error)
+        _children.add(child)
         reason = ""
         try:
+            if _stopped:
+                reason = "the run was stopped"
             while child.poll() is None and not reason:
                 time.sleep(POLL_S)
                 reason = watch()
@@ -97,9 +94,9 @@ def run_command(
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(STACKS_S)
         finally:
-            _kill(child)
-            with _lock:
-                _children.discard(child)
+            _kill_group(child)
+            child.wait()
+            _children.discard(child)
         watch()
     if not reason and child.returncode:
         reason = f"exit status {child.returncode}"
@@ -108,21 +105,18 @@ def run_command(
     return reason
 
 
-def _kill(child: subprocess.Popen[bytes]) -> None:
+def _kill_group(child: subprocess.Popen[bytes]) -> None:
     """Kill a child process and its own children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
 
 
 def stop_all() -> None:
-    """Kill all child processes, and start no further ones."""
+    """Kill all child processes, and start no further ones. A signal handler may call this."""
     global _stopped
-    with _lock:
-        _stopped = True
-        children = list(_children)
-    for child in children:
-        _kill(child)
+    _stopped = True
+    for child in list(_children):
+        _kill_group(child)
 
 
 def run_test_file(
