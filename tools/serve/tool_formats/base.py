@@ -30,7 +30,8 @@ __all__ = [
     "tag",
 ]
 
-#: A structural format, see `graft.grammar.structural.formats`.
+#: A structural format: the ``format`` of XGrammar's structural tags, a JSON object that describes a
+#: set of texts; see `graft.grammar.structural.formats`.
 Format = dict[str, Any]
 #: Function names that can be written without quotes.
 NAME = re.compile(r"[\w.-]+")
@@ -56,7 +57,11 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def text_with_calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of an output in which the model may call functions."""
+        """Return the structural format of an output in which the model may call functions.
+
+        The output is free text with any number of calls in it or, in some notations, either free
+        text or calls.
+        """
 
     @abstractmethod
     def calls(self, tools: ToolChoice) -> Format:
@@ -72,7 +77,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def parse(self, source: TextSource, tools: ToolChoice) -> Steps[None]:
-        """Yield the content and the calls of an output as events.
+        """Yield the content and the calls of an output as events (`Content`, `CallBegin`, ...).
 
         Raise Mismatch if the output ends early, or matches neither the format that `output` returns
         nor the one that `calls` returns.

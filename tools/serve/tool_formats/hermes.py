@@ -56,7 +56,6 @@ class Hermes(ToolFormat):
         return sequence(const("["), calls, const("]")) if tools.is_array else calls
 
     def parse(self, source: TextSource, tools: ToolChoice) -> Steps[None]:
-        """Yield the content and the calls of an output as events."""
         if tools.required:
             yield from _parse_required(source, tools)
             return

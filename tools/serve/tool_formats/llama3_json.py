@@ -78,7 +78,6 @@ class Llama3Json(ToolFormat):
         return some_calls(tags, _SEPARATOR, tools)
 
     def parse(self, source: TextSource, tools: ToolChoice) -> Steps[None]:
-        """Yield the content and the calls of an output as events."""
         names = {_function_tag(function): function["name"] for function in tools.functions}
         heads = {
             call_head(function, "parameters"): function["name"] for function in tools.functions

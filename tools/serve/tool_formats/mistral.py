@@ -45,16 +45,13 @@ class Mistral(ToolFormat):
     markers = (_BEGIN, _ARGUMENTS)
 
     def text_with_calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of free text with calls."""
         tags = [*_arrays(tools), *_named_calls(tools)]
         return {"type": "triggered_tags", "triggers": [_BEGIN], "tags": tags}
 
     def calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of calls."""
         return one_of([*_arrays(tools), some_calls(_named_calls(tools), "", tools)])
 
     def parse(self, source: TextSource, tools: ToolChoice) -> Steps[None]:
-        """Yield the content and the calls of an output as events."""
         names = [function["name"] for function in tools.functions]
         while True:
             yield from source.content_until([_BEGIN])

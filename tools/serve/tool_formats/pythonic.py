@@ -53,13 +53,11 @@ class Pythonic(ToolFormat):
         return one_of([self.calls(tools), {"type": "any_text", "excluded_starts": begins}])
 
     def calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of calls."""
         check_names(tools, self.name)
         calls = [_call(function, tools) for function in tools.functions]
         return sequence(const("["), some_calls(calls, ", ", tools), const("]"))
 
     def parse(self, source: TextSource, tools: ToolChoice) -> Steps[None]:
-        """Yield the content and the calls of an output as events."""
         functions = _begins(tools)
         source.mark()
         begin = yield from source.match(*(f"[{begin}" for begin in functions))

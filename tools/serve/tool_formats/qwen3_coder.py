@@ -43,15 +43,12 @@ class Qwen3Coder(ToolFormat):
     markers = (_BEGIN, "</tool_call>")
 
     def text_with_calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of free text with calls."""
         return {"type": "triggered_tags", "triggers": [_BEGIN], "tags": _calls(tools)}
 
     def calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of calls."""
         return some_calls(_calls(tools), _SEPARATOR, tools)
 
     def parse(self, source: TextSource, tools: ToolChoice) -> Steps[None]:
-        """Yield the content and the calls of an output as events."""
         functions = {f"\n<function={function['name']}>\n": function for function in tools.functions}
         separator = ""
         while True:
