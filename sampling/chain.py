@@ -7,7 +7,7 @@ from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
 from graft.sampling.arrays import SamplingArrays
 from graft.sampling.checks import check_range, expect
-from graft.sampling.kernels.loader import load
+from graft.sampling.kernels.loader import load, step_ranges
 
 __all__ = ["ChainSampler"]
 
@@ -54,7 +54,10 @@ class ChainSampler:
             *arrays.exchange_args,
         ]
         grid = (batch, arrays.draft_parts, 1)
-        lane.kernel(self._draft, grid, arrays.block, args, name=f"draft {j}")
+        for first, last in step_ranges(arrays.draft_parts):
+            name = f"draft {j}" if first == 0 else f"draft {j}, step {first}"
+            own_args = [*args, arrays.draft_inputs, first, last]
+            lane.kernel(self._draft, grid, arrays.block, own_args, name=name)
 
     def candidates(
         self, lane: Lane, draft_logits: DeviceArray, row_slot: DeviceArray, j: int

@@ -8,7 +8,7 @@ from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.lanes import Lane
 from graft.sampling.arrays import SamplingArrays
 from graft.sampling.checks import expect
-from graft.sampling.kernels.loader import load
+from graft.sampling.kernels.loader import load, step_ranges
 from graft.sampling.rows import RowMap
 
 __all__ = ["TargetSampler"]
@@ -51,11 +51,7 @@ class TargetSampler:
         states = (arrays.mask_states, arrays.cross_block)
         args = [*inputs, exchange.memory, *states, arrays.state.tables, arrays.raw_logits]
         lane.kernel(self._adjust, grid, arrays.block, args, name="adjust logits")
-        # If several blocks share a row, each of the three steps gets its own launch, because the
-        # blocks can share only the first step of a launch; the last block to finish runs the later
-        # steps alone. A single block runs all steps in one launch.
-        steps = [(0, 2)] if arrays.parts == 1 else [(step, step) for step in range(3)]
         results = (arrays.probs, arrays.target_tokens, arrays.row_status)
-        for first, last in steps:
+        for first, last in step_ranges(arrays.parts):
             args = [*inputs, *states, first, last, *results]
             lane.kernel(self._sample, grid, arrays.block, args, name=f"target rows {first}")

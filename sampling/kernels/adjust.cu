@@ -4,6 +4,7 @@
 // the state of each mask row from host memory to `row_state`, which later kernels read. It does
 // nothing else for rows without adjustments.
 #include "adjust.cuh"
+#include "best.cuh"
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     adjust_logits(float* logits, int vocab_size, int token_limit, const int* row_slot,
@@ -97,17 +98,11 @@ __device__ __forceinline__ void record_token(int r, const float* raw, int vocab_
   const long long decided_by = r - i + tokens[row_width(row_words) + i];
   const Row stored = {raw + decided_by * vocab_size, vocab_size, nullptr, 0, nullptr};
   Logprobs* logprobs = reinterpret_cast<Logprobs*>(logprobs_out + b * out.row) + i;
-  u64 last = ~0ull;
+  BestFirst order(stored.logits, vocab_size, KEY_NEGATIVE_INFINITY);
   float best = 0.0f;
   float log_sum = 0.0f;
   for (int k = 0; k == 0 || k < slot.logprobs; ++k) {
-    u64 next = 0;
-    for (int c = static_cast<int>(threadIdx.x); c < vocab_size; c += BLOCK) {
-      const u64 rank = rank_key(stored.logits[c], c);
-      next = rank < last && rank > next ? rank : next;
-    }
-    last = block_reduce(next, scratch, Max());
-    const int id = 0xffffff - static_cast<int>(last & 0xffffffu);
+    const int id = order.next(scratch);
     if (k == 0) {
       best = stored.logits[id];
       const u64 own = rank_key(stored.logits[token], token);

@@ -10,14 +10,17 @@ constexpr int PARTS = BLOCK == 1 ? 64 : 8;
 struct BestFirst {
   const float* score;
   int size;
+  int lowest;  // order_key of the lowest score to return
   u64 best_of[PARTS];
 
-  __device__ __forceinline__ BestFirst(const float* scores, int columns)
-      : score(scores), size(columns) {
+  __device__ __forceinline__ BestFirst(const float* scores, int columns,
+                                       int lowest_key = KEY_NEGATIVE_INFINITY + 1)
+      : score(scores), size(columns), lowest(lowest_key) {
     for (int p = 0; p < PARTS; ++p) best_of[p] = below(p, ~0ull);
   }
 
-  // Returns the next column to all threads; -1 if only columns with score -inf remain.
+  // Returns the next column to all threads; -1 if only columns with lower scores than `lowest`
+  // remain, by default those with score -inf.
   __device__ __forceinline__ int next(Scratch& scratch) {
     u64 best = 0;
     for (int p = 0; p < PARTS; ++p) best = best_of[p] > best ? best_of[p] : best;
@@ -36,7 +39,7 @@ struct BestFirst {
     u64 best = 0;
     for (int i = static_cast<int>(threadIdx.x) + BLOCK * part; i < size; i += BLOCK * PARTS) {
       const int key = order_key(score[i]);
-      if (key <= KEY_NEGATIVE_INFINITY) continue;
+      if (key < lowest) continue;
       const u64 packed = (static_cast<u64>(static_cast<u32>(key) ^ 0x80000000u) << 32) |
                          (0xffffffffu - static_cast<u32>(i));
       if (packed < last && packed > best) best = packed;

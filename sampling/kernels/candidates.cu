@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   }
   block_sync();
   if (scratch.token && layout.mode != DRAFT_MODE_TREE_LATTICE) {
-    skip_row(cross_block[r], scratch);
+    skip_row(cross_block[r], STEP_BEST, STEP_DRAW, scratch);
     return;
   }
   Candidates* head =

@@ -8,7 +8,7 @@ from typing import Any
 from graft.cudagraph.device import Device
 from graft.cudagraph.driver.cstruct import read_numbers
 
-__all__ = ["KERNELS", "MAX_SELECTED", "load", "row_block", "row_parts"]
+__all__ = ["KERNELS", "MAX_SELECTED", "load", "row_block", "row_parts", "step_ranges"]
 
 KERNELS = Path(__file__).resolve().parent
 
@@ -33,6 +33,16 @@ def row_parts(device: Device, columns: int) -> int:
         return 1
     parts = columns // 4096
     return min(max(parts, 1), 32)
+
+
+def step_ranges(parts: int) -> list[tuple[int, int]]:
+    """Return the first and the last step (STEP_* in row.cuh) of each launch that samples rows.
+
+    If several blocks (`parts`) share a row, each of the three steps gets its own launch, because
+    the blocks can share only the first step of a launch; the last block to finish runs the later
+    steps alone. A single block runs all steps in one launch.
+    """
+    return [(0, 2)] if parts == 1 else [(step, step) for step in range(3)]
 
 
 def load(device: Device, name: str, block: int) -> Any:

@@ -673,11 +673,13 @@ __device__ __forceinline__ int row_sample(const Row& row, bool filtered, const F
 // Called in place of row_sample by a block whose row needs no sampling or is not ready. Each block
 // reads host memory separately. If an answer of the grammar arrives late, some blocks of a row may
 // see it and call row_sample while others call skip_row. skip_row therefore stores an invalid best
-// column, which makes row_sample return ROW_BAD_LOGIT. Returns true in the last block to finish.
-__device__ __forceinline__ bool skip_row(CrossBlockScratch& cross_block, Scratch& scratch) {
+// column, which makes row_sample return ROW_BAD_LOGIT. Returns true in the last block to finish
+// STEP_DRAW.
+__device__ __forceinline__ bool skip_row(CrossBlockScratch& cross_block, int from, int to,
+                                         Scratch& scratch) {
   const bool leader = threadIdx.x == 0;
-  if (leader) atomicMax(&cross_block.best, ~0ull);
-  if (!is_last(cross_block, scratch)) return false;
+  if (leader && from == STEP_BEST) atomicMax(&cross_block.best, ~0ull);
+  if (to != STEP_DRAW || !is_last(cross_block, scratch)) return false;
   if (leader) cross_block.best = 0;
   return true;
 }

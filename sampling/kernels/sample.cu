@@ -101,6 +101,32 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   }
 }
 
+// What sample_draft has read from host memory about a batch row.
+struct DraftInput {
+  int known;          // token of the draft; -1: it is sampled
+  int state;          // ROW_* of the mask row under which it is sampled
+  int unconstrained;  // whether the request has no grammar
+};
+
+// Reads the input for draft j of a slot.
+__device__ __forceinline__ DraftInput read_draft_input(const int* exchange,
+                                                       const ExchangeLayout& layout, int index,
+                                                       const Slot& slot, int j, int replay) {
+  const RowStamp stamp = read_stamp(exchange, layout, index, j - 1);
+  const RowStamp first = read_stamp(exchange, layout, index, 0);
+  const Answer answer = read_answer(exchange, layout, index);
+  DraftInput input = {-1, ROW_FREE, is_unconstrained(first, slot.epoch)};
+  if (is_probe_mode(layout.mode) && answer.replay == replay && answer.draft == j) {
+    input.known = answer.id;
+  }
+  if (is_masked_mode(layout.mode)) {
+    const int before = slot.n + j - 1;  // position of the token before the draft
+    if (input.known < 0) input.known = forced_token(stamp, slot.epoch, before);
+    input.state = stamped_state(stamp, slot.epoch, before);
+  }
+  return input;
+}
+
 // Samples draft j of a chain, for each slot that committed tokens in this replay, is still active
 // and has j - 1 drafts. Only tokens that mask row j - 1 allows can be drafts.
 //
@@ -117,50 +143,49 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 //
 // If the grammar forces a token, this token is the draft, even if the drafter's vocabulary does not
 // contain it.
+//
+// The launch of STEP_BEST reads host memory and stores what it has read in `inputs`, for the
+// launches of later steps.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     sample_draft(float* logits, int draft_vocab, int token_limit, const int* d2t, const int* t2d,
                  const int* row_slot, int j, const int* masks, const int* tables, int vocab_size,
                  CrossBlockScratch* cross_block, Slot* slots, const RoundRow* rows, int row_words,
                  float* q, int max_drafts, int* exchange, const ExchangeLayout layout,
-                 const int* replay_number) {
+                 const int* replay_number, DraftInput* inputs, int from, int to) {
   __shared__ Scratch scratch;
   __shared__ float drafted[MAX_DRAFTS];
-  __shared__ int known, state, unconstrained;  // known: token of the draft; -1: sample it
+  __shared__ DraftInput input;
   const int b = static_cast<int>(blockIdx.x);
   const int index = row_slot[b];
   if (index < 0 || !is_drafting(slots[index], *round_row(rows, row_words, b), j)) return;
   Slot& slot = slots[index];
   const int position = slot.n + j;  // position of the draft
-  const bool masked = is_masked_mode(layout.mode);
   const bool probed = is_probe_mode(layout.mode);
   const bool leader = threadIdx.x == 0;
 
-  if (leader) {  // one thread reads host memory
-    const RowStamp stamp = read_stamp(exchange, layout, index, j - 1);
-    const RowStamp first = read_stamp(exchange, layout, index, 0);
-    const Answer answer = read_answer(exchange, layout, index);
-    const bool answered = probed && answer.replay == *replay_number && answer.draft == j;
-    known = answered ? answer.id : -1;
-    if (known < 0 && masked) known = forced_token(stamp, slot.epoch, position - 1);
-    state = masked ? stamped_state(stamp, slot.epoch, position - 1) : ROW_FREE;
-    unconstrained = is_unconstrained(first, slot.epoch);
+  if (leader && from == STEP_BEST) {  // one thread reads host memory
+    input = read_draft_input(exchange, layout, index, slot, j, *replay_number);
+    if (blockIdx.y == 0) inputs[b] = input;
+  } else if (leader) {
+    input = inputs[b];
   }
   block_sync();
-  int token = known;
+  const int state = input.state;
+  int token = input.known;
   int kind = DRAFT_POINT;
   if (token >= 0 || (state != ROW_FREE && state != ROW_READY)) {
-    if (!skip_row(cross_block[b], scratch) || token < 0) return;
+    if (!skip_row(cross_block[b], from, to, scratch) || token < 0) return;
   } else {
     float* x = logits + static_cast<long long>(b) * draft_vocab;
     // If the grammar tests the slot's candidates, draft_candidates has already adjusted the logits.
-    if (!probed || unconstrained) {
+    if (from == STEP_BEST && (!probed || input.unconstrained)) {
       adjust_draft(x, own_slice(draft_vocab), {draft_vocab, d2t, t2d}, slot, path_of(slot, j - 1),
                    position, table_of(tables, vocab_size, index), vocab_size, drafted);
     }
     const u32* mask = state == ROW_READY ? mask_of(masks, layout, index, j - 1) : nullptr;
     const Row row = {x, draft_vocab, mask, token_limit, d2t};
     const bool greedy = slot.temperature < GREEDY_TEMPERATURE;
-    const bool coupled = is_coupled(slot) || (probed && !unconstrained);
+    const bool coupled = is_coupled(slot) || (probed && !input.unconstrained);
     if (!greedy && !coupled) kind = DRAFT_DENSE;
     float* table = q + (static_cast<long long>(index) * max_drafts + j - 1) * draft_vocab;
     const Filter filter = {slot.temperature, slot.top_k, slot.top_p, slot.min_p};
@@ -168,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     const Noise noise = {slot.seed, position, purpose | static_cast<u32>(slot.sample) << 8,
                          coupled ? 0 : slot.n};
     const int status = row_sample(row, !greedy, filter, !greedy, noise, greedy ? nullptr : table,
-                                  cross_block[b], STEP_BEST, STEP_DRAW, scratch, &token);
+                                  cross_block[b], from, to, scratch, &token);
     if (status != ROW_OK) return;
     if (d2t) token = d2t[token];
   }

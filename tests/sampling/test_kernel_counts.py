@@ -69,3 +69,14 @@ def test_mask_rows_are_read_once_per_constrained_request(counts):
     assert copied.pop(DRAFTS + 1) == (DRAFTS + 1) * len(CONSTRAINED)
     assert copied == ({1: len(CONSTRAINED)} if mode in ("fill", "probe") else {})
     assert other_bytes < row_bytes
+
+
+def test_sampled_drafts_share_steps_between_blocks(counts):
+    """No block does more work for a draft than for a row of the target with the same filters."""
+    mode, launches = counts
+    longest = {}
+    for launch in launches:
+        name = launch["kernel"]
+        longest[name] = max(launch["longest_block_instructions"], longest.get(name, 0))
+    assert ("sample_draft" in longest) == (mode in ("fill", "probe"))
+    assert longest.get("sample_draft", 0) <= 1.25 * longest["sample_target"]
