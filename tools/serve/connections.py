@@ -114,7 +114,7 @@ class Connections(ServerState):
     def make_room(self) -> None:
         """If there are too many connections, close those that have waited for a request longest.
 
-        Connections whose request has arrived completely stay open until its response is complete.
+        A connection whose request has arrived completely stays open until the response is complete.
         If there are only such connections besides the new one, the new connection is closed.
         """
         excess = len(self.connections) - self.limit

@@ -116,7 +116,7 @@ class Trace:
         return selected
 
     def add_graph(self, graph: Graph, spans: Sequence[Span]) -> None:
-        """Add all replays of one executable of `graph`. `spans` are its spans by start time."""
+        """Add the replays of one executable of `graph`, given its spans sorted by start time."""
         handles = {span.node for span in spans}
         index_by_handle = {handle: graph.node_index(handle) for handle in handles}
         known = []

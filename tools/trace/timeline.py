@@ -46,9 +46,9 @@ def median_replay(trace: Trace) -> Trace:
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Write a trace as JSON, and its median replay as SVG to the same path with suffix ``.svg``.
+    """Write a trace as JSON, and one replay as SVG to the same path with suffix ``.svg``.
 
-    If the trace has no events, no picture is written.
+    The replay is that of median duration. If the trace has no events, no picture is written.
     """
     path.write_text(trace.to_chrome())
     if trace.events:

@@ -167,7 +167,7 @@ class TransportGraph:
         return _address(ctypes.CDLL(None).free), 0
 
     def _build_cuda_core(self, device: Device) -> Any:
-        """Build the graph with cuda.core's callbacks, as its documentation describes."""
+        """Build the graph with callbacks of cuda.core, as cuda.core's documentation describes."""
         from cuda.core import Device as CoreDevice
         from cuda.core import LaunchConfig
         from cuda.core.graph import GraphDefinition, GraphNode
