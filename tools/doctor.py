@@ -121,6 +121,7 @@ def check_driver() -> Finding:
 def check_device() -> Finding:
     """Open the device that graft selects on this machine."""
     from graft.cudagraph.device import open_device
+    from graft.cudagraph.graph.mailbox import TIMED_DEVICE_S, limits_kernel_time
 
     choice = os.environ.get("GRAFT_DEVICE", "auto")
     try:
@@ -131,6 +132,13 @@ def check_device() -> Finding:
             "missing",
             f"GRAFT_DEVICE={choice}: {error}",
             "set GRAFT_DEVICE to auto, cuda or soft",
+        )
+    if limits_kernel_time(device):
+        return Finding(
+            "device",
+            "ok",
+            f"{device.describe()}; its driver limits the run time of kernels, as for GPUs with a "
+            f"display: a spinning kernel waits for host work for at most {TIMED_DEVICE_S:g} s",
         )
     return Finding("device", "ok", device.describe())
 

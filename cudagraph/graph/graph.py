@@ -812,7 +812,8 @@ class GraphLane:
         """Add host work like :meth:`mailbox`, but wait for the answer in a one-thread kernel.
 
         The kernel spins and occupies the place of a thread block on a multiprocessor. It ends after
-        ``device_deadline_s`` seconds of the device's clock (default: twice ``deadline_s``), even if
+        ``device_deadline_s`` seconds of the device's clock (default: twice ``deadline_s``; at most
+        1 s on devices that limit the run time of kernels, such as GPUs with a display), even if
         no host thread runs any more. The other parameters are the same as for :meth:`mailbox`.
         """
         limits = Limits(deadline_s, replay_deadline_s, device_deadline_s)

@@ -32,12 +32,20 @@ LINE_WORDS = 16
 #: reached its deadline.
 REQUEST, ACK, TIMED_OUT = range(3)
 ONE_THREAD = (1, 1, 1)
+#: Longest wait of a spinning kernel on devices that limit the run time of kernels. Drivers end a
+#: kernel after two seconds or more, which makes the context unusable.
+TIMED_DEVICE_S = 1.0
 #: Initial value of the counter that numbers the requests of a mailbox: the first request has the
 #: next number. The number after 2**32 - 1 is 1, because 0 means "no request".
 FIRST_REQUEST = 0
 #: A worker in mode "park" polls continuously for SPIN_S after a request and then every SLEEP_S.
 SPIN_S = 50e-6
 SLEEP_S = 50e-6
+
+
+def limits_kernel_time(context: Context) -> bool:
+    """Return whether the driver ends kernels that run too long, as it does for display GPUs."""
+    return context.attribute("KERNEL_EXEC_TIMEOUT") != 0
 
 
 class MailboxWorker:
@@ -107,10 +115,11 @@ class Limits:
         if self.device_s is not None:
             check_seconds("device_deadline_s", self.device_s)
 
-    @property
-    def device_ns(self) -> int:
-        """Maximum time that a spinning kernel waits, in nanoseconds of the device's clock."""
+    def device_ns(self, context: Context) -> int:
+        """Return how long a spinning kernel waits, in nanoseconds of the device's clock."""
         seconds = 2.0 * self.answer_s if self.device_s is None else self.device_s
+        if limits_kernel_time(context):
+            seconds = min(seconds, TIMED_DEVICE_S)
         return int(seconds * 1e9)
 
 
@@ -146,6 +155,7 @@ class Mailbox:
         self._worker = worker
         self._limits = limits
         self._output = output
+        self._context = context
         self._spinkernel = spinkernel
         self._completed = completed
         self._words = PinnedArray(context, (3, LINE_WORDS), "int32")
@@ -176,7 +186,7 @@ class Mailbox:
             self._counter,
             self._device_address(ACK),
             self._device_address(TIMED_OUT),
-            self._limits.device_ns,
+            self._limits.device_ns(self._context),
         )
         return self._add_kernel(graph, dependencies, self._kernels["mailbox_wait"], args)
 

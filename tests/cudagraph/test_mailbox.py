@@ -433,6 +433,32 @@ def test_mailbox_expects_no_request_of_failed_launch(transport):
     assert done.stdout.splitlines() == expected, done.stderr
 
 
+TIMED = """
+from graft.tools.doctor import check_device
+print("at most 1 s" in check_device().detail)
+answered = threading.Event()
+graph, result = Graph(device, "timed"), device.zeros((1,), "int32")
+lane = graph.lane("main")
+lane.spinkernel(lambda: answered.wait(60), name="slow", deadline_s=30.0)
+lane.fill(result, 1)
+run = graph.instantiate()
+run.launch(stream)
+try:
+    run.synchronize(60.0)
+except HostWorkError as error:
+    print("reached its own deadline" in str(error) or "reached its deadline" in str(error))
+answered.set()
+run.clear(60.0)
+print(result.to_host()[0])
+"""
+
+
+def test_spinkernel_ends_before_device_ends_kernels() -> None:
+    """A kernel that runs longer than the device allows would make the context unusable."""
+    done = run_program(TIMED, GRAFT_DEVICE="soft", SOFTCUDA_ATTRIBUTE_17="4")
+    assert done.stdout.split() == ["True", "True", str(0x01010101)], done.stderr
+
+
 FAULT = """
 text = 'extern "C" __global__ void bad(int* p) { for (int i = 0; i < 4096; ++i) p[i] = 1; }'
 bad = load_text(device, text, "bad.cu")
