@@ -121,6 +121,7 @@ class _Convolutions:
         kernels = stack.kernels
         eps = stack.config.rms_norm_eps
         residual = stack.buffers.residual[:count]
+        plan = stack.plan_attention(lane, attend_rows)
         x = stack.buffers.normed[:count]
         dynamic = self._dynamic[:count]
         convolved = self._convolved[:count]
@@ -139,7 +140,7 @@ class _Convolutions:
         for layer, (attention, mlp) in enumerate(self._layers):
             weights = stack.layers[layer]
             convolve_input(weights.input_norm, attention)
-            stack.attention(lane, layer, rows, convolved, x, attend_rows=attend_rows)
+            stack.attention(lane, layer, rows, convolved, x, plan)
             convolve_output(attention)
             convolve_input(weights.post_norm, mlp)
             stack.mlp(lane, layer, convolved, x)

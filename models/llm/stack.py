@@ -6,7 +6,7 @@ in-order sequence of work that becomes a part of a CUDA graph or runs on a strea
 
 A layer launches nine kernels. If its products run on tensor cores, the norms, RoPE and the gate are
 fused into the products, and the layer launches five kernels. With head norms (Qwen3) the numbers
-are ten and seven.
+are ten and seven. Attention on tensor cores launches one more kernel before the first layer.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from graft.cudagraph.errors import ShapeError
 from graft.cudagraph.lanes import Lane
 from graft.models.cache.kv import PagedKV
 from graft.models.llm.config import LlamaConfig
+from graft.models.llm.kernels.attention import AttentionPlan
 from graft.models.llm.kernels.library import ModelKernels
 from graft.models.llm.kernels.operands import NORM_GROUP, HeadNorms, KVWrite, Norm
 from graft.models.llm.rope import identity_table
@@ -105,8 +106,6 @@ class ActivationBuffers:
         buffer as `normed` if the widths are equal.
     qkv
         float32[max_rows, (heads + 2 kv_heads) * head_dim], queries, keys and values.
-    attention_output
-        float32[max_rows, heads * head_dim], the result of attention before the output projection.
     """
 
     def __init__(
@@ -122,7 +121,6 @@ class ActivationBuffers:
         self.normed = self.array("normed", config.hidden_size)
         self.attention_input = self.array("normed", attention_width)
         self.qkv = self.array("qkv", queries + 2 * keys)
-        self.attention_output = self.array("attention_output", queries)
 
     def array(self, name: str, columns: int, dtype: str = "float32") -> DeviceArray:
         """Return the buffer [max_rows, columns] with this name; allocate it on first use."""
@@ -212,6 +210,14 @@ class DecoderStack:
         """Reserve the attention workspace for `max_rows` rows before graphs are built."""
         self.kernels.attention.reserve(max_rows, self.config.num_attention_heads, self.kv)
 
+    def plan_attention(self, lane: Lane, rows: Rows) -> AttentionPlan:
+        """Return the attention plan of a pass, in which row r attends up to position rows.pos[r].
+
+        The plan is valid until the next call.
+        """
+        heads = self.config.num_attention_heads
+        return self.kernels.attention.plan(lane, rows, self.kv, heads)
+
     def input_norm(self, count: int, layer: int = 0, producer: Matrix | None = None) -> Norm:
         """Return the `Norm` that computes the input of a layer's attention for `count` rows.
 
@@ -251,6 +257,7 @@ class DecoderStack:
         """
         count = rows.count
         residual = self.buffers.residual[:count]
+        plan = self.plan_attention(lane, attend_rows or rows)
         if layers is None:
             layers = range(len(self.layers))
         for layer in layers:
@@ -260,16 +267,7 @@ class DecoderStack:
                 next_norm: Norm | None = self.input_norm(count, layer + 1, weights.down)
             else:
                 next_norm = final_norm
-            self.attention(
-                lane,
-                layer,
-                rows,
-                x,
-                residual,
-                residual=residual,
-                attend_rows=attend_rows,
-                norm=mlp_norm,
-            )
+            self.attention(lane, layer, rows, x, residual, plan, residual=residual, norm=mlp_norm)
             self.mlp(
                 lane,
                 layer,
@@ -289,23 +287,22 @@ class DecoderStack:
         rows: Rows,
         x: DeviceArray | Norm,
         out: DeviceArray,
+        plan: AttentionPlan,
         *,
         residual: DeviceArray | None = None,
-        attend_rows: Rows | None = None,
         norm: Norm | None = None,
     ) -> None:
         """Run the attention of one layer: out = attention(x) + residual.
 
-        If `norm` is given, the norm of `out` is computed as well. `x` and `attend_rows` are as in
-        `run`.
+        If `norm` is given, the norm of `out` is computed as well. `x` is as in `run`, and `plan` is
+        the result of `plan_attention`.
         """
         weights = self.layers[layer]
-        heads = self.config.num_attention_heads
         qkv = self.buffers.qkv[: rows.count]
-        output = self.buffers.attention_output[: rows.count]
-        write = KVWrite(self._rope_tables[layer], rows, self.kv, layer, heads)
+        output = self.buffers.input_of(weights.out, "attention_output")[: rows.count]
+        write = KVWrite(self._rope_tables[layer], rows, self.kv, layer, plan.heads)
         self.kernels.attention.project_qkv(lane, x, weights.qkv, qkv, write, weights.head_norms)
-        self.kernels.attention.attend(lane, qkv, attend_rows or rows, self.kv, layer, heads, output)
+        self.kernels.attention.attend(lane, qkv, plan, self.kv, layer, output)
         self.kernels.products.linear(
             lane, output, weights.out, out, residual=residual, norm=norm, name="attention out"
         )

@@ -207,8 +207,9 @@ def test_attention(device, stream, size, bandwidth, small, figure, length):
         qkv = random_array(device, (count, (heads + 2 * kv.kv_heads) * kv.head_dim), "float32")
         out = device.zeros((count, heads * kv.head_dim), "float32")
         with timed_graph(device, stream) as timed:
+            plan = kernels.attention.plan(timed.lane, rows, kv, heads)
             for layer in range(kv.layers):
-                kernels.attention.attend(timed.lane, qkv, rows, kv, layer, heads, out)
+                kernels.attention.attend(timed.lane, qkv, plan, kv, layer, out)
         seconds = timed.seconds / kv.layers
         nbytes = -(-count // 4) * length * kv.kv_heads * kv.head_dim * 4
         share = 100 * nbytes / seconds / bandwidth

@@ -147,7 +147,8 @@ def test_blocks_that_combine_partial_results_give_same_bits(device, lane, kernel
         out = device.empty((8, heads * dim), "float32")
 
         def launch():
-            case.kernels.attention.attend(lane, qkv, rows, case.kv, 1, heads, out)
+            plan = case.kernels.attention.plan(lane, rows, case.kv, heads)
+            case.kernels.attention.attend(lane, qkv, plan, case.kv, 1, out)
 
     launch()
     lane.stream.synchronize(LIMIT_S)

@@ -75,12 +75,12 @@ class Case:
             stored[1, page, inside] = given
             cache.copy_from(upload(self.device, stored, self.kv.dtype).to_host())
 
-    def run(self, lane, slots, positions, run=1, paths=None, queries=None):
+    def run(self, lane, slots, positions, run=1, paths=None, queries=None, dtype="float32"):
         """Add the attention kernel to a lane and return its output array.
 
         Unless `queries` is given, row r uses the query of position ``positions[r]`` of slot
         ``slots[r]``. `run` is passed on as ``rows_per_slot``, and `paths` contains the ancestor
-        masks of the rows.
+        masks of the rows. The output has the given dtype.
         """
         count = len(positions)
         dim = self.kv.head_dim
@@ -96,9 +96,11 @@ class Case:
             ancestors = self.device.from_host(np.array(paths, np.uint64))
             rows = replace(rows, ancestors=ancestors)
         filler = np.full((count, self.heads * dim), 9, np.float32)
-        out = self.device.from_host(filler)
+        out = upload(self.device, filler, dtype)
         qkv_on_device = upload(self.device, qkv.reshape(count, -1))
-        self.kernels.attention.attend(lane, qkv_on_device, rows, self.kv, 1, self.heads, out)
+        attention = self.kernels.attention
+        plan = attention.plan(lane, rows, self.kv, self.heads)
+        attention.attend(lane, qkv_on_device, plan, self.kv, 1, out)
         return out
 
     def on_stream(self, stream, *args, **more):
@@ -141,6 +143,22 @@ def test_split_attention_equals_causal_softmax(device, stream, heads, kv_heads, 
         np.testing.assert_allclose(got[r], wanted, atol=3e-5, err_msg=f"row {r}")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dim", [64, 128, 96])
+def test_attention_output_of_16_bits_is_rounded_float_output(device, stream, dim, dtype):
+    """A 16-bit output has the bits of the float32 output, rounded to nearest even.
+
+    The rows have one split, several splits or are padding. Heads of 96 elements do not run on
+    tensor cores.
+    """
+    case = Case(device, heads=2, dim=dim, length=300)
+    rows = [0, 0, 1, -1, 1], [3, 299, 64, 5, 255]
+    wanted = upload(device, case.on_stream(stream, *rows, run=5), dtype).to_host()
+    out = case.run(StreamLane(stream), *rows, run=5, dtype=dtype)
+    stream.synchronize()
+    assert (out.to_host() == wanted).all() and wanted.any()
+
+
 def test_split_attention_reuses_parts_for_long_rows(device, stream):
     """A row with more than PARTS splits is correct, although each part then has several splits."""
     case = Case(device, heads=2, length=33 * SPLIT + 40, page=64)
@@ -152,12 +170,98 @@ def test_split_attention_reuses_parts_for_long_rows(device, stream):
     assert same_bits(got[1], alone[0])
 
 
+def make_plan(device, stream, slots, positions, heads=32, kv_heads=8, length=600):
+    """Make an attention plan. Return its tiles, and a list of (tile, part) per block."""
+    kv = PagedKV(
+        device,
+        layers=1,
+        pages=1,
+        page_size=64,
+        kv_heads=kv_heads,
+        head_dim=64,
+        dtype="bfloat16",
+        slots=max(slots) + 1,
+        max_pages_per_slot=-(-length // 64),
+    )
+    rows = make_rows(device, [0] * len(slots), slots, positions)
+    plan = ModelKernels(device, "warp").attention.plan(StreamLane(stream), rows, kv, heads)
+    tiles = download(stream, plan.tiles)
+    begin = [tuple(item) for item in plan.begin.to_host()[: plan.blocks + 1]]
+    ends = begin[1:]
+    work = [[] for _ in range(plan.blocks)]
+    for b, (at, end) in enumerate(zip(begin, ends, strict=False)):
+        while at < end:
+            work[b].append(at)
+            tile, part = at
+            last = max(positions[slice(tiles[tile][0], tiles[tile][0] + tiles[tile][1])])
+            parts = min(last // SPLIT + 1, 32) if slots[tiles[tile][0]] >= 0 and last >= 0 else 1
+            at = (tile, part + 1) if part + 1 < parts else (tile + 1, 0)
+    return tiles, work, plan
+
+
+def splits_of(tile, part, slots, positions):
+    """Return the number of splits in a part of a plan's tile."""
+    last = max(positions[tile[0] : tile[0] + tile[1]])
+    if slots[tile[0]] < 0 or last < 0:
+        return 1
+    return len(range(part, last // SPLIT + 1, 32))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_attention_plan_assigns_each_part_once(device, stream, seed):
+    """Tiles have rows of one slot, and all parts of all tiles are assigned to blocks, in order.
+
+    Requests have different numbers of rows, and some rows are padding.
+    """
+    rng = np.random.default_rng(seed)
+    slots, positions = [], []
+    for slot in rng.permutation(40)[: rng.integers(1, 40)].tolist():
+        rows = int(rng.integers(1, 12))
+        first = int(rng.integers(0, 600 - rows))
+        is_padding = rng.random() < 0.2
+        slots += [-1 if is_padding else slot] * rows
+        positions += [-1] * rows if is_padding else range(first, first + rows)
+    heads, kv_heads = [(32, 8), (4, 1), (7, 7), (18, 1)][seed]
+    tiles, work, plan = make_plan(device, stream, slots, positions, heads, kv_heads)
+    tile_rows = 16 // plan.tile_heads
+
+    wanted = []  # rows of each tile
+    for r, slot in enumerate(slots):
+        if wanted and slot == slots[r - 1] and len(wanted[-1]) < tile_rows:
+            wanted[-1].append(r)
+        else:
+            wanted.append([r])
+    tiles = tiles[: len(wanted)].tolist()
+    assert [[*range(tile[0], tile[0] + tile[1])] for tile in tiles] == wanted
+    parts = []
+    for t, rows in enumerate(wanted):
+        last = max(positions[r] for r in rows)
+        parts += [(t, part) for part in range(min(max(last, 0) // SPLIT + 1, 32))]
+    assert [item for block in work for item in block] == parts
+    for t, tile in enumerate(tiles):
+        blocks = [b for b, block in enumerate(work) if any(item[0] == t for item in block)]
+        assert tile[2:] == [blocks[0], len(blocks)]
+
+
+def test_attention_plan_balances_long_and_short_contexts(device, stream):
+    """One request with 32k positions among 63 with 1k: no block has 1.3 times the mean."""
+    slots = [*range(64)]
+    positions = [1023] * 64
+    positions[40] = 32767
+    tiles, work, _ = make_plan(device, stream, slots, positions, length=32768)
+    splits = [
+        sum(splits_of(tiles[t], part, slots, positions) for t, part in block) for block in work
+    ]
+    assert sum(splits) == 512 + 63 * 16
+    assert max(splits) <= 1.3 * sum(splits) / len(splits)
+
+
 @pytest.mark.parametrize("heads", [4, pytest.param(1, marks=pytest.mark.full)])
 def test_split_attention_is_row_invariant(device, stream, monkeypatch, heads):
     """The result of a row is the same, bit for bit, alone, in prefill chunks and in mixed batches.
 
     Mixed batches contain rows of both slots, so their actual number of rows per slot differs from
-    `rows_per_slot`. The number of blocks per row varies.
+    `rows_per_slot`. A block computes some parts of a tile or several tiles.
     """
     case = Case(device, heads)
     alone = {}
@@ -180,9 +284,10 @@ def test_split_attention_is_row_invariant(device, stream, monkeypatch, heads):
         order = rng.permutation(len(known))[:24]
         shuffled = np.array([known[i] for i in order])
         check(shuffled[:, 0], shuffled[:, 1], run)
-    for blocks in (1, 2, 10**6):
+    for blocks in (1, 2, 7, 10**6):
         monkeypatch.setattr(attention, "_BLOCKS", blocks)
         check(1, [599, 255, 256, 260], 4)
+        check(shuffled[:, 0], shuffled[:, 1], 4)
 
 
 @pytest.mark.skipif(model_util.FORMS[0] != "thread" or "avx512bw" not in CPU, reason="no AVX-512")

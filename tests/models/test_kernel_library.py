@@ -624,7 +624,8 @@ def test_attention_equals_causal_softmax(kernels, lane, stream, heads, kv_heads,
     qkv = 3 * normal(rng, 10, heads + 2 * kv_heads, dim)
     out = device.from_host(np.full((10, heads * dim), 9, np.float32))
     rows = make_rows(device, [0] * 10, slots, pos)
-    kernels.attention.attend(lane, upload(device, qkv.reshape(10, -1)), rows, kv, 1, heads, out)
+    plan = kernels.attention.plan(lane, rows, kv, heads)
+    kernels.attention.attend(lane, upload(device, qkv.reshape(10, -1)), plan, kv, 1, out)
     result = download(stream, out)
     for r, (s, p) in enumerate(zip(slots, pos, strict=True)):
         if r in (6, 7, 9):
@@ -653,7 +654,8 @@ def test_attention_is_stable_for_large_scores(kernels, lane, stream):
         qkv[0, 0] = np.sqrt(8)
         out = device.zeros((1, 8), "float32")
         rows = make_rows(device, [0], 0, [99])
-        kernels.attention.attend(lane, upload(device, qkv), rows, kv, 1, 1, out)
+        plan = kernels.attention.plan(lane, rows, kv, 1)
+        kernels.attention.attend(lane, upload(device, qkv), plan, kv, 1, out)
         best = values[99 if slope > 0 else 0, 0]
         np.testing.assert_allclose(download(stream, out)[0], best, rtol=1e-6)
 

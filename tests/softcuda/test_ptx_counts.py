@@ -104,6 +104,7 @@ def test_count_matches_hand_count_of_each_class(tmp_path):
     assert counts["kernel"] == "k" and counts["grid"] == [3, 1, 1] and counts["block"] == [64, 1, 1]
     assert counts["blocks"] == 3
     assert counts["loaded"] == {"global": 3 * 64 * 16, "shared": 3 * 32 * 4}
+    assert counts["loaded_by_parameter"] == {"0": 3 * 64 * 16}
     assert counts["distinct_loaded"] == {"global": 64 * 16}
     assert counts["stored"] == {"global": 3 * 64 * 2, "shared": 3 * 64 * 4}
     assert counts["distinct_stored"] == {"global": 2}
@@ -167,6 +168,7 @@ def test_count_finds_dependent_loads_of_pinned_memory(tmp_path):
     depths = [counts["dependent_host_loads"] for counts in found]
     assert dict(zip(CHAINS, depths, strict=True)) == wanted
     assert found[0]["loaded"] == {"host": 12}
+    assert found[0]["loaded_by_parameter"] == {"1": 12}
 
 
 def test_count_follows_dependences_through_barriers(tmp_path):

@@ -1,11 +1,14 @@
 """Attention over a paged KV cache: QKV projection, RoPE, attention, and compaction of the cache.
 
 The ``warp`` form of the kernels runs attention on tensor cores if the KV cache has 16 bits and
-heads have 64 or 128 elements. It then uses workspace that all calls share, so the calls must run in
-order.
+heads have 64 or 128 elements. Its work is then divided among blocks according to a plan, which a
+kernel makes once per forward pass. All calls share the plan's memory and a workspace, so the calls
+must run in order.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.lanes import Lane
@@ -14,18 +17,48 @@ from graft.models.llm.kernels.loader import KernelLoader, ceil_div
 from graft.models.llm.kernels.norms import Norms
 from graft.models.llm.kernels.operands import HeadNorms, KVWrite, Norm
 from graft.models.llm.kernels.products import Products
+from graft.models.llm.kernels.tensor_cores import MULTIPROCESSORS
 from graft.models.llm.rows import Rows
 from graft.models.llm.weights import Interleave, Matrix
 from graft.sampling.checks import expect
 
 # Block sizes. They must match the constants in the kernels.
+_WARP = 32
 _WARP_BLOCK = 128
 _TILE = 16
 _THREAD_QUERIES = 48
 _THREAD_BLOCKS = 8  # few rows are divided among this many blocks, to use several CPU threads
 _SPLIT = 64  # minimum positions per part of split attention
 _MAX_PARTS = 32
-_BLOCKS = 512  # approximate number of blocks that a GPU runs at the same time
+_BLOCKS = 2 * MULTIPROCESSORS  # blocks of split attention that run at the same time
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The rows of a forward pass and, for split attention, the division of the work among blocks.
+
+    Attributes
+    ----------
+    rows
+        Rows of the pass.
+    heads
+        Number of query heads.
+    tile_heads
+        Maximum number of query heads of a tile; 0 for attention without tensor cores, for which
+        the other attributes are not used.
+    blocks, head_tiles
+        Grid of split attention.
+    tiles, begin
+        Tiles of the rows, and beginnings of the blocks (attention_plan.cuh).
+    """
+
+    rows: Rows
+    heads: int
+    tile_heads: int = 0
+    blocks: int = 0
+    head_tiles: int = 0
+    tiles: DeviceArray | None = None
+    begin: DeviceArray | None = None
 
 
 class Attention:
@@ -38,11 +71,14 @@ class Attention:
         # Workspace of split attention: partial results, and counters that each launch resets to 0.
         self._partials: DeviceArray | None = None
         self._counters: DeviceArray | None = None
+        # Plan of the current forward pass.
+        self._tiles: DeviceArray | None = None
+        self._begin: DeviceArray | None = None
 
     def qkv_interleave(self, head_dim: int, head_norm: bool) -> Interleave:
         """Return the function for `Weights.stacked` that selects the layout of a QKV projection.
 
-        The rows of each head are interleaved if one kernel can do all of `project_qkv`.
+        The rows of each head are interleaved if `project_qkv` is one kernel.
         """
 
         def group(dtype: str, rows: int, columns: int) -> int:
@@ -96,14 +132,31 @@ class Attention:
         grid, block = self._loader.elementwise_launch(count * heads, dim // 2, chunk)
         lane.kernel(kernel, grid, block, (qkv, count, *store_args), name="rope, kv write")
 
+    def plan(self, lane: Lane, rows: Rows, kv: PagedKV, heads: int) -> AttentionPlan:
+        """Return the plan of a forward pass over `rows`, for all its calls of `attend`.
+
+        For split attention, add the kernel that writes the plan to the lane. All plans use the same
+        memory, so a plan is valid until the next call.
+        """
+        if not self.reserve(rows.count, heads, kv):
+            return AttentionPlan(rows, heads)
+        tile_heads, head_tiles = _head_tiles(heads, kv)
+        blocks = _plan_blocks(rows.count, heads, kv)
+        assert self._tiles is not None and self._begin is not None
+        plan = AttentionPlan(rows, heads, tile_heads, blocks, head_tiles, self._tiles, self._begin)
+        kernel = self._loader.load("attention_plan", "attention_plan")
+        sizes = (kv.slots, kv.max_pages, kv.page_shift, _TILE // tile_heads, blocks)
+        args = (rows.slot, rows.pos, rows.count, *sizes, plan.tiles, plan.begin)
+        lane.kernel(kernel, 1, _WARP, args, name="attention plan")
+        return plan
+
     def attend(
         self,
         lane: Lane,
         qkv: DeviceArray,
-        rows: Rows,
+        plan: AttentionPlan,
         kv: PagedKV,
         layer: int,
-        heads: int,
         out: DeviceArray,
     ) -> None:
         """Compute causal attention of each row over the KV cache of its slot.
@@ -115,82 +168,90 @@ class Attention:
         ----------
         qkv
             float32[R, (heads + 2 kv_heads) * head_dim], of which only the queries are read.
-        rows
-            Slot, last visible position and ancestors of each row.
+        plan
+            Slot, last visible position and ancestors of each row, and the plan for them.
         out
-            float32[R, heads * head_dim].
+            [R, heads * head_dim], float32 or `Products.input_dtype` of the product that reads it.
         """
+        rows = plan.rows
+        heads = plan.heads
         count = rows.count
         dim = kv.head_dim
         width = (heads + 2 * kv.kv_heads) * dim
         expect("attention: qkv", qkv, "float32", R=count, heads=width)
-        expect("attention: out", out, "float32", R=count, heads=heads * dim)
+        out_dtype = "float32" if self._loader.is_thread else out.dtype
+        expect("attention: out", out, out_dtype, R=count, heads=heads * dim)
         arrays = (rows.slot, rows.pos, rows.ancestors, kv.page_table, kv.k[layer], kv.v[layer], out)
-        sizes = (count, heads, kv.kv_heads, kv.slots, kv.max_pages, kv.page_shift)
-        args = (qkv, *arrays, *sizes, dim**-0.5)
-        parts = self.reserve(count, heads, kv)
-        if parts:
-            self._launch_split(lane, args, rows, kv, heads, parts)
+        sizes = (kv.kv_heads, kv.slots, kv.max_pages, kv.page_shift, dim**-0.5)
+        if plan.tile_heads:
+            self._launch_split(lane, (qkv, *arrays, heads, *sizes), plan, kv, out)
         else:
-            self._launch_unsplit(lane, args, count, kv, heads)
+            self._launch_unsplit(lane, (qkv, *arrays, count, heads, *sizes), count, kv, heads, out)
 
     def _launch_unsplit(
-        self, lane: Lane, args: tuple[object, ...], count: int, kv: PagedKV, heads: int
+        self,
+        lane: Lane,
+        args: tuple[object, ...],
+        count: int,
+        kv: PagedKV,
+        heads: int,
+        out: DeviceArray,
     ) -> None:
         """Launch attention without tensor cores for `count` rows."""
         defines = {"CACHE": STORAGE[kv.dtype], "HEAD_DIM": kv.head_dim}
-        kernel = self._loader.load_form("attention", **defines)
         if self._loader.is_thread:
+            kernel = self._loader.load_form("attention", **defines)
             group = heads // kv.kv_heads
             queries = max(ceil_div(count * heads, _THREAD_BLOCKS), group)
             queries = min(queries, _THREAD_QUERIES)
             grid = (ceil_div(count * group, queries), kv.kv_heads, 1)
             lane.kernel(kernel, grid, 1, (*args, queries), name="attention")
         else:
+            kernel = self._loader.load_form("attention", **defines, OUT=STORAGE[out.dtype])
             lane.kernel(kernel, (heads, count, 1), _WARP_BLOCK, args, name="attention")
 
     def _launch_split(
-        self, lane: Lane, args: tuple[object, ...], rows: Rows, kv: PagedKV, heads: int, parts: int
+        self,
+        lane: Lane,
+        args: tuple[object, ...],
+        plan: AttentionPlan,
+        kv: PagedKV,
+        out: DeviceArray,
     ) -> None:
-        """Launch attention on tensor cores.
-
-        As in Flash-Decoding, the KV positions of a tile of queries are divided among several
-        blocks, of which there are at most `parts`.
-        """
-        count = rows.count
+        """Launch attention on tensor cores."""
         kernel = self._loader.load(
-            "attention_split", "attention_split", CACHE16=STORAGE[kv.dtype], WIDE_HEAD=kv.head_dim
+            "attention_split",
+            "attention_split",
+            CACHE16=STORAGE[kv.dtype],
+            WIDE_HEAD=kv.head_dim,
+            OUT=STORAGE[out.dtype],
         )
-        group = heads // kv.kv_heads
-        tiles_per_group = ceil_div(group, _TILE)
-        tile_heads = ceil_div(group, tiles_per_group)
-        run = min(rows.rows_per_slot, count)
-        tiles = ceil_div(count, run) * ceil_div(run, _TILE // tile_heads)
-        head_tiles = kv.kv_heads * tiles_per_group
-        blocks = _BLOCKS // (tiles * head_tiles)
-        grid = (tiles, head_tiles, max(1, min(blocks, parts)))
-        args = (*args, run, tile_heads, self._partials, self._counters)
+        work = (plan.tile_heads, plan.tiles, plan.begin, _parts(kv))
+        grid = (plan.blocks, plan.head_tiles, 1)
+        args = (*args, *work, self._partials, self._counters)
         lane.kernel(kernel, grid, _WARP_BLOCK, args, name="attention")
 
-    def reserve(self, rows: int, heads: int, kv: PagedKV) -> int:
-        """Reserve the workspace of split attention for `rows` rows.
+    def reserve(self, rows: int, heads: int, kv: PagedKV) -> bool:
+        """Reserve the workspace and the plan of split attention for `rows` rows.
 
-        Return the maximum number of parts into which the positions of a row are split; 0 for a KV
-        cache whose attention does not run on tensor cores and needs no workspace.
+        Return False for a KV cache whose attention does not run on tensor cores and needs neither.
         """
         if self._loader.is_thread or kv.head_dim not in (64, 128) or kv.dtype == "float32":
-            return 0
-        parts = min(ceil_div(kv.positions, _SPLIT), _MAX_PARTS)
-        # A launch with more than `queries` queries has enough tiles for all blocks. One block then
-        # processes all positions of a tile, so the launch needs no workspace for partial results.
-        queries = min(rows * heads, _BLOCKS // 2 * _TILE)
-        size = parts * queries * (kv.head_dim + 4)
+            return False
         device = self._loader.device
-        if parts > 1 and (self._partials is None or self._partials.shape[0] < size):
-            self._partials = device.empty((size,), "float32")
-        if self._counters is None or self._counters.shape[0] < rows * heads:
-            self._counters = device.zeros((rows * heads,), "int32")
-        return parts
+        _, head_tiles = _head_tiles(heads, kv)
+        blocks = _plan_blocks(rows, heads, kv)
+        counters = blocks * head_tiles
+        partials = counters * _parts(kv) * _TILE * (kv.head_dim + 4)
+        if self._partials is None or self._partials.shape[0] < partials:
+            self._partials = device.empty((partials,), "float32")
+        if self._counters is None or self._counters.shape[0] < counters:
+            self._counters = device.zeros((counters,), "int32")
+        if self._tiles is None or self._tiles.shape[0] < rows:
+            self._tiles = device.empty((rows, 4), "int32")
+        if self._begin is None or self._begin.shape[0] <= blocks:
+            self._begin = device.empty((blocks + 1, 2), "int32")
+        return True
 
     def compact(
         self,
@@ -232,3 +293,21 @@ class Attention:
             kernel = self._loader.load("compact", "compact_rows", CACHE=STORAGE[kv.dtype])
             row_args = (features, first, features.shape[1], row_slot, result, result.shape[1])
             lane.kernel(kernel, batch, block, row_args, name="compact features")
+
+
+def _parts(kv: PagedKV) -> int:
+    """Return the maximum number of parts into which split attention divides a row's positions."""
+    return min(ceil_div(kv.positions, _SPLIT), _MAX_PARTS)
+
+
+def _head_tiles(heads: int, kv: PagedKV) -> tuple[int, int]:
+    """Return the number of query heads per tile, and the number of head tiles."""
+    group = heads // kv.kv_heads
+    tiles_per_group = ceil_div(group, _TILE)
+    return ceil_div(group, tiles_per_group), kv.kv_heads * tiles_per_group
+
+
+def _plan_blocks(rows: int, heads: int, kv: PagedKV) -> int:
+    """Return the number of blocks among which the tiles of `rows` rows are divided."""
+    _, head_tiles = _head_tiles(heads, kv)
+    return max(1, min(_BLOCKS // head_tiles, rows * _parts(kv)))

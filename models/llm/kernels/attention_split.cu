@@ -1,15 +1,14 @@
 // Causal attention over the KV cache on tensor cores. The positions of a row are divided among
 // several blocks, as in Flash-Decoding. A row attends to positions 0..pos of its slot. A row of a
 // draft tree attends to the committed positions and to the drafts on its path. A tile is up to 16
-// queries of one KV head and of adjacent rows. The rows usually belong to one slot, so keys
-// and values are read once for all of them.
+// queries of one KV head and of adjacent rows of one slot. Keys and values are read once for all
+// queries of a tile. The plan (attention_plan.cu) says which tiles and parts a block computes.
 //
 // Reduction order: positions are divided, from 0 on, into splits of SPLIT positions and steps of 16
 // positions. Split s belongs to part s % PARTS. Within a part, warp w computes the steps whose
 // number is w modulo WARPS, in order, with an online softmax. The sums of the warps are then added
 // in order of the warps, and the parts in order of the parts (FoldFactors). The order depends only
-// on the position of the row, not on the number of blocks among which the parts are divided, so the
-// kernel is row invariant.
+// on the position of the row, not on the plan, so the kernel is row invariant.
 //
 // If one block computes all parts of a tile, it adds them on the chip. Otherwise the blocks write
 // them to a workspace, and the last block that finishes adds them.
@@ -25,17 +24,20 @@
 #ifndef CACHE16
 #define CACHE16 bf16_t
 #endif
+// Type of the output. Rounding float results to 16 bits here gives the same bits as rounding them
+// when the next product loads them.
+#ifndef OUT
+#define OUT float
+#endif
+#include "attention_plan.cuh"
 #include "mma.cuh"
-#include "model.cuh"
 
 #define WARPS 4
 #define STEP 16
-#define SPLIT 64
-#define PARTS 32
 #define CHUNKS (WIDE_HEAD / 32)
 #define HALVES (WIDE_HEAD / 64)
 // Workspace entries of a part: the weighted sums, the maximum score, the mass (the sum of the
-// unnormalized softmax weights) and padding.
+// softmax weights) and padding.
 #define PART_WIDTH (WIDE_HEAD + 4)
 #define LOWEST -3.0e38f
 
@@ -46,9 +48,8 @@ struct TileRow {
 };
 
 struct Tile {
-  int leader;  // first row that is not padding
-  int last;    // maximum position over the rows
-  int common;  // all rows attend to the same entries up to this position; -1 with several slots
+  int last;    // maximum position over the rows; -1 if the rows are padding
+  int common;  // all rows attend to the same entries up to this position
 };
 
 // Returns the index in the KV cache of position `first` + lane % 16 of a row's slot. If this
@@ -107,11 +108,6 @@ __device__ __forceinline__ unsigned int pair_of(const Pack16& low, const Pack16&
   return j % 2 ? a >> 16 | (b & 0xffff0000u) : (a & 0xffffu) | b << 16;
 }
 
-// Returns the number of parts into which the positions of a row at `pos` are divided.
-__device__ __forceinline__ int parts_at(int pos) {
-  return pos / SPLIT + 1 < PARTS ? pos / SPLIT + 1 : PARTS;
-}
-
 // Computes sum += part * by.
 __device__ __forceinline__ void add_scaled(Floats4* sum, const Floats4& part, float by) {
 #pragma unroll
@@ -140,30 +136,39 @@ struct FoldFactors {
   }
 };
 
+__device__ __forceinline__ void store_four(float* y, const Floats4& x) {
+  *reinterpret_cast<Floats4*>(y) = x;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_four(T* y, const Floats4& x) {
+  *reinterpret_cast<Pack8*>(y) = {{pack_pair<T>(x.f[0], x.f[1]), pack_pair<T>(x.f[2], x.f[3])}};
+}
+
 // Stores sum / mass, where `mass` is the sum of the unnormalized softmax weights. Padding rows have
 // mass 0 and give zeros.
-__device__ __forceinline__ void store_quotient(float* y, Floats4 sum, float mass) {
+__device__ __forceinline__ void store_quotient(OUT* y, Floats4 sum, float mass) {
   const float inverse = mass == 0.0f ? 0.0f : 1.0f / mass;
 #pragma unroll
   for (int i = 0; i < 4; ++i) sum.f[i] *= inverse;
-  *reinterpret_cast<Floats4*>(y) = sum;
+  store_four(y, sum);
 }
 
-// Grid: (row tiles, head tiles, blocks among which the parts are divided).
+// Grid: (blocks of the plan, head tiles).
 //
-// The rows are divided into runs of `run` consecutive rows; a row tile contains rows of one run. A
-// head tile contains `tile_heads` query heads of one KV head. A row of `qkv` has heads + 2 kv_heads
-// heads, queries first. The positions of a row are divided into parts (`parts_at`). `parts` is
-// workspace [PARTS, rows, heads, PART_WIDTH]; it is not used if one block computes all parts of a
-// tile or if no row attends to more than SPLIT positions.
-// `arrived` has one counter per tile. The counters must be zero before a launch, and are zero again
-// after it.
+// A head tile contains `tile_heads` query heads of one KV head, and a tile of the plan up to
+// 16 / tile_heads rows. A row of `qkv` has heads + 2 kv_heads heads, queries first. `parts` is
+// workspace [gridDim.x, gridDim.y, part_count, 16, PART_WIDTH] for tiles whose parts are divided
+// among several blocks, by the first of these blocks. No row has more than `part_count` parts.
+// `arrived` has a counter [gridDim.x, gridDim.y] for each of these tiles. The counters must be zero
+// before a launch, and are zero again after it.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     attention_split(const float* qkv, const int* slot, const int* pos,
                     const unsigned long long* ancestors, const int* page_table, const CACHE16* keys,
-                    const CACHE16* values, float* out, int rows, int heads, int kv_heads, int slots,
-                    int max_pages, int page_shift, float scale, int run, int tile_heads,
-                    float* parts, unsigned int* arrived) {
+                    const CACHE16* values, OUT* out, int heads, int kv_heads, int slots,
+                    int max_pages, int page_shift, float scale, int tile_heads,
+                    const PlanTile* tiles, const PlanBegin* begin, int part_count, float* parts,
+                    unsigned int* arrived) {
   wait_for_previous_kernel();
   __shared__ Pack16 query[CHUNKS][2][2][32];  // [chunk][high or low part][query g or g + 8][lane]
   __shared__ TileRow tile[16];
@@ -178,286 +183,287 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, WIDE_HEAD};
 
-  // The rows of the tile start at first_row, its query heads at first_head.
-  const int tile_rows = 16 / tile_heads, run_tiles = (run + tile_rows - 1) / tile_rows;
-  const int run_row = static_cast<int>(blockIdx.x) / run_tiles * run;
-  const int first_row = run_row + static_cast<int>(blockIdx.x) % run_tiles * tile_rows;
-  const int row_count = min(min(tile_rows, run_row + run - first_row), rows - first_row);
   const int shared_by = heads / kv_heads, head_tiles = static_cast<int>(gridDim.y) / kv_heads;
   const int kv_head = static_cast<int>(blockIdx.y) / head_tiles;
   const int of_kv = static_cast<int>(blockIdx.y) % head_tiles * tile_heads;
   const int first_head = kv_head * shared_by + of_kv;
   const int head_count = min(tile_heads, shared_by - of_kv);
 
-  if (warp == 0) {
-    TileRow own = {{0, -1}, -1, -1};
-    if (lane < row_count) {
-      const int row = first_row + lane;
-      own.slot = slot[row];
-      own.pos = pos[row];
-      own.path = path_at(ancestors, row, own.pos);
-      if (!row_is_live(pages, own.slot, own.pos)) own.pos = -1;
-    }
-    const unsigned int alive = __ballot_sync(FULL_WARP, own.pos >= 0);
-    const int leader = alive ? __ffs(static_cast<int>(alive)) - 1 : 0;
-    const int slot_of_all = __shfl_sync(FULL_WARP, own.slot, leader);
-    int last = own.pos, common = own.pos >= 0 ? own.path.base : 0x7fffffff;
-#pragma unroll
-    for (int offset = 8; offset > 0; offset >>= 1) {
-      last = max(last, __shfl_xor_sync(FULL_WARP, last, offset));
-      common = min(common, __shfl_xor_sync(FULL_WARP, common, offset));
-    }
-    if (!__all_sync(FULL_WARP, own.pos < 0 || own.slot == slot_of_all)) common = -1;
-    if (lane == 0) all = {leader, last, common};
-    const int r = lane % 16 / tile_heads, head = lane % tile_heads;
-    const int parts_of_row = parts_at(__shfl_sync(FULL_WARP, own.pos, r));
-    if (lane < 16) {
-      tile[lane] = own;
-      query_parts[lane] = r < row_count && head < head_count ? parts_of_row : 0;
-      query_index[lane] = (first_row + r) * heads + first_head + head;
-    }
-  }
-  __syncthreads();
-  const int tile_parts = parts_at(all.last), blocks = min(static_cast<int>(gridDim.z), tile_parts);
-  if (static_cast<int>(blockIdx.z) >= blocks) return;
-
-  // Load queries g and g + 8 to shared memory. Every warp loads some of the dimensions.
-  int row_of[2];  // tile rows of queries g and g + 8; -1 for padding and missing queries
-#pragma unroll
-  for (int q = 0; q < 2; ++q) {
-    const int m = g + 8 * q, r = m / tile_heads, head = m % tile_heads;
-    const bool is_valid = tile[r].pos >= 0 && head < head_count;
-    row_of[q] = is_valid ? r : -1;
-    const long long row = first_row + r;
-    const float* from =
-        qkv + (row * (heads + 2 * kv_heads) + first_head + head) * WIDE_HEAD + 8 * t;
-    for (int c = warp; c < CHUNKS; c += WARPS) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float x = is_valid ? from[32 * c + 2 * i] * scale : 0.0f;
-        const float y = is_valid ? from[32 * c + 2 * i + 1] * scale : 0.0f;
-        split_pair(x, y, &query[c][0][q][lane].u[i], &query[c][1][q][lane].u[i]);
-      }
-    }
-  }
-  __syncthreads();
-
   // To combine the results of the warps, each thread handles 4 dimensions of one query per pass.
   const int own_query = threadIdx.x / 8, sum_index = threadIdx.x % 8;
   const auto dimension_of = [&](int pass) {
     return 64 * (pass / 2) + sum_index / 2 * 16 + 8 * (pass % 2) + sum_index % 2 * 4;
   };
-  for (int pass = 0; pass < 2 * HALVES; ++pass) {
-    folded_sum[own_query][dimension_of(pass) / 4] = {};
-  }
-  float folded_top = LOWEST, folded_mass = 0.0f;
-
-  for (int part = blockIdx.z; part < tile_parts; part += blocks) {
-    float sum[HALVES][8][4] = {};
-    float top[2] = {LOWEST, LOWEST}, mass[2] = {};
-    // State of the loop over the steps (16 positions each) of this warp; `number` counts the steps.
-    // Usually a step is computed for all rows at once, and `only` is -1. If the rows do not attend
-    // to the same positions, the step is repeated for each row: `only` is the current row, and
-    // `waiting` the set of remaining rows.
-    int number = -1, first = 0, only = -1;
-    unsigned int waiting = 0;
-    const auto next_step = [&] {
-      if (waiting == 0) {
-        ++number;
-        const int split = number / (SPLIT / STEP / WARPS) * PARTS + part;
-        first = split * SPLIT + (number % (SPLIT / STEP / WARPS) * WARPS + warp) * STEP;
-        only = -1;
-        if (first + STEP - 1 <= all.common || first > all.last) return first <= all.last;
-        waiting = __ballot_sync(FULL_WARP, tile[lane % 16].pos >= first) & 0xffffu;
+  const PlanBegin from = begin[blockIdx.x], to = begin[blockIdx.x + 1];
+  const bool is_idle = from.tile == to.tile && from.part == to.part;
+  const int end_tile = is_idle ? from.tile : to.tile + (to.part > 0);
+  for (int index = from.tile; index < end_tile; ++index) {
+    const PlanTile span = tiles[index];
+    if (warp == 0) {
+      TileRow own = {{0, -1}, -1, -1};
+      if (lane < span.rows) {
+        const int row = span.first_row + lane;
+        own.slot = slot[row];
+        own.pos = pos[row];
+        own.path = path_at(ancestors, row, own.pos);
+        if (!row_is_live(pages, own.slot, own.pos)) own.pos = -1;
       }
-      only = __ffs(static_cast<int>(waiting)) - 1;
-      waiting &= waiting - 1;
-      return true;
-    };
-    bool more = next_step();
-    int at = more ? locate(pages, tile[only < 0 ? all.leader : only], first) : -1;
-    Pack16 key[2][CHUNKS], value[4][HALVES];
-    if (more) load_keys(keys, pages, kv_head, at, key);
-    while (more) {
-      load_values(values, pages, kv_head, at, value);
-      const int row = only;
-      const int seen =
-          tile[row < 0 ? all.leader : row].pos - first;  // last visible of the 16 positions
-      more = next_step();
-      if (more) at = locate(pages, tile[only < 0 ? all.leader : only], first);
-
-      // score[0] are products with the high parts of the queries, score[1] with the low parts. The
-      // second index selects keys 2t and 2t + 1, or keys 2t + 8 and 2t + 9.
-      float score[2][2][4] = {};
+      int last = own.pos, common = own.pos >= 0 ? own.path.base : 0x7fffffff;
 #pragma unroll
-      for (int c = 0; c < CHUNKS; ++c) {
-#pragma unroll
-        for (int low_part = 0; low_part < 2; ++low_part) {
-          const Pack16 q0 = query[c][low_part][0][lane], q1 = query[c][low_part][1][lane];
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const unsigned int a[4] = {q0.u[2 * h], q1.u[2 * h], q0.u[2 * h + 1], q1.u[2 * h + 1]};
-            mma_m16n8k16<CACHE16>(score[low_part][0], a, key[0][c].u + 2 * h);
-            mma_m16n8k16<CACHE16>(score[low_part][1], a, key[1][c].u + 2 * h);
-          }
-        }
+      for (int offset = 8; offset > 0; offset >>= 1) {
+        last = max(last, __shfl_xor_sync(FULL_WARP, last, offset));
+        common = min(common, __shfl_xor_sync(FULL_WARP, common, offset));
       }
-      if (more) load_keys(keys, pages, kv_head, at, key);
-
-      bool is_active[2];
-      float shrink[2];
-      unsigned int high[4], low[4];
-#pragma unroll
-      for (int q = 0; q < 2; ++q) {
-        is_active[q] = row_of[q] >= 0 && (row < 0 || row_of[q] == row);
-        float x[4], tile_top = top[q];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const bool visible = 2 * t + i % 2 + 8 * (i / 2) <= seen;
-          const float s = score[0][i / 2][2 * q + i % 2] + score[1][i / 2][2 * q + i % 2];
-          x[i] = visible ? s : LOWEST;
-          tile_top = x[i] > tile_top ? x[i] : tile_top;
-        }
-#pragma unroll
-        for (int offset = 1; offset < 4; offset <<= 1) {
-          const float other = __shfl_xor_sync(FULL_WARP, tile_top, offset);
-          tile_top = other > tile_top ? other : tile_top;
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const bool visible = 2 * t + i % 2 + 8 * (i / 2) <= seen;
-          const float e = exp_exact(x[i] - tile_top);
-          x[i] = visible ? e : 0.0f;
-        }
-        shrink[q] = exp_exact(top[q] - tile_top);
-        if (is_active[q]) {
-          mass[q] = fmaf(mass[q], shrink[q], (x[0] + x[1]) + (x[2] + x[3]));
-          top[q] = tile_top;
-        }
-        split_pair(x[0], x[1], high + q, low + q);
-        split_pair(x[2], x[3], high + q + 2, low + q + 2);
-      }
-#pragma unroll
-      for (int h = 0; h < HALVES; ++h) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const unsigned int b[2] = {pair_of(value[0][h], value[1][h], j),
-                                     pair_of(value[2][h], value[3][h], j)};
-          float next[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) next[i] = sum[h][j][i] * shrink[i / 2];
-          mma_m16n8k16<CACHE16>(next, high, b);
-          mma_m16n8k16<CACHE16>(next, low, b);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) sum[h][j][i] = is_active[i / 2] ? next[i] : sum[h][j][i];
-        }
+      if (lane == 0) all = {last, common};
+      const int r = lane % 16 / tile_heads, head = lane % tile_heads;
+      const int parts_of_row = parts_at(__shfl_sync(FULL_WARP, own.pos, r));
+      if (lane < 16) {
+        tile[lane] = own;
+        query_parts[lane] = r < span.rows && head < head_count ? parts_of_row : 0;
+        query_index[lane] = (span.first_row + r) * heads + first_head + head;
       }
     }
+    __syncthreads();
+    const int first_part = index == from.tile ? from.part : 0;
+    const int end_part = index == to.tile ? to.part : parts_at(all.last);
+    const long long number = static_cast<long long>(span.first_block) * gridDim.y + blockIdx.y;
+    float* const tile_workspace = parts + number * part_count * 16 * PART_WIDTH;
 
-    // Combine the warps' results in warp order. Each `pass` of the second loop combines 32
-    // dimensions: 8 of every 16 consecutive ones.
+    // Load queries g and g + 8 to shared memory. Every warp loads some of the dimensions.
+    int row_of[2];  // tile rows of queries g and g + 8; -1 for padding and missing queries
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
+      const int m = g + 8 * q, r = m / tile_heads, head = m % tile_heads;
+      const bool is_valid = tile[r].pos >= 0 && head < head_count;
+      row_of[q] = is_valid ? r : -1;
+      const long long row = span.first_row + r;
+      const float* from_row =
+          qkv + (row * (heads + 2 * kv_heads) + first_head + head) * WIDE_HEAD + 8 * t;
+      for (int c = warp; c < CHUNKS; c += WARPS) {
 #pragma unroll
-      for (int offset = 1; offset < 4; offset <<= 1) {
-        mass[q] += __shfl_xor_sync(FULL_WARP, mass[q], offset);
-      }
-      part_top[warp][g + 8 * q] = top[q];
-      part_mass[warp][g + 8 * q] = mass[q];
-    }
-#pragma unroll
-    for (int pass = 0; pass < 2 * HALVES; ++pass) {
-      const int h = pass / 2, side = pass % 2;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int of = i / 2 * 2 + side, j = i % 2 * 4;
-        part_sum[warp][g + 8 * (i / 2)][2 * t + i % 2] = {
-            {sum[h][j][of], sum[h][j + 1][of], sum[h][j + 2][of], sum[h][j + 3][of]}};
-      }
-      __syncthreads();
-      const int m = own_query;
-      if (part < query_parts[m]) {
-        float all_top = LOWEST, all_mass = 0.0f;
-        Floats4 all_sum = {};
-        for (int w = 0; w < WARPS; ++w) all_top = fmaxf(all_top, part_top[w][m]);
-        for (int w = 0; w < WARPS; ++w) {
-          // A warp that processed no position of the row has mass 0 and adds exact zeros.
-          const float by = part_mass[w][m] > 0.0f ? exp_exact(part_top[w][m] - all_top) : 0.0f;
-          all_mass = fmaf(part_mass[w][m], by, all_mass);
-          add_scaled(&all_sum, part_sum[w][m][sum_index], by);
-        }
-        const int d = dimension_of(pass);
-        const long long index = query_index[m];
-        if (blocks == 1) {
-          const FoldFactors factors(folded_top, all_top);
-          fold_sum(&folded_sum[m][d / 4], factors.shrink, all_sum, factors.by);
-          if (pass == 2 * HALVES - 1) {
-            folded_mass = fmaf(all_mass, factors.by, folded_mass * factors.shrink);
-            folded_top = factors.top;
-          }
-        } else if (query_parts[m] == 1) {
-          store_quotient(out + index * WIDE_HEAD + d, all_sum, all_mass);
-        } else {
-          float* to = parts + (static_cast<long long>(part) * rows * heads + index) * PART_WIDTH;
-          *reinterpret_cast<Floats4*>(to + d) = all_sum;
-          if (d == 0) {
-            to[WIDE_HEAD] = all_top;
-            to[WIDE_HEAD + 1] = all_mass;
-          }
+        for (int i = 0; i < 4; ++i) {
+          const float x = is_valid ? from_row[32 * c + 2 * i] * scale : 0.0f;
+          const float y = is_valid ? from_row[32 * c + 2 * i + 1] * scale : 0.0f;
+          split_pair(x, y, &query[c][0][q][lane].u[i], &query[c][1][q][lane].u[i]);
         }
       }
-      __syncthreads();
     }
-  }
-  if (blocks == 1) {
-    if (query_parts[own_query] == 0) return;
-    const long long index = query_index[own_query];
-#pragma unroll
     for (int pass = 0; pass < 2 * HALVES; ++pass) {
-      const int d = dimension_of(pass);
-      store_quotient(out + index * WIDE_HEAD + d, folded_sum[own_query][d / 4], folded_mass);
+      folded_sum[own_query][dimension_of(pass) / 4] = {};
     }
-    return;
-  }
+    float folded_top = LOWEST, folded_mass = 0.0f;
+    __syncthreads();
 
-  // The last block to arrive combines the parts in order. Lane p computes the factors of part p,
-  // for which it needs the maximum over the parts before p.
-  if (!is_last_block(arrived + blockIdx.x * gridDim.y + blockIdx.y, blocks, &is_last)) return;
-  const long long part_stride = static_cast<long long>(rows) * heads * PART_WIDTH;
-  float* const shrink_of = part_sum[0][0][0].f;  // [16][PARTS], like the next two arrays
-  float* const by_of = shrink_of + 16 * PARTS;
-  float* const mass_of = by_of + 16 * PARTS;
-  static_assert(sizeof(part_sum) >= 3 * 16 * PARTS * sizeof(float), "the arrays fit");
-  for (int m = warp; m < 16; m += WARPS) {
-    const bool is_valid = lane < query_parts[m];
-    const float* from = parts + query_index[m] * 1ll * PART_WIDTH + lane * part_stride + WIDE_HEAD;
-    const float top = is_valid ? from[0] : LOWEST;
-    float highest = top;  // maximum over parts 0 .. lane, after the loop
+    for (int part = first_part; part < end_part; ++part) {
+      float sum[HALVES][8][4] = {};
+      float top[2] = {LOWEST, LOWEST}, mass[2] = {};
+      // State of the loop over the steps of this warp; `number` counts the steps. Usually a step is
+      // computed for all rows at once, and `only` is -1. If the rows do not see the same positions,
+      // it is repeated for each row: `only` is the current row, `waiting` the set of remaining
+      // rows.
+      int number = -1, first = 0, only = -1;
+      unsigned int waiting = 0;
+      const auto next_step = [&] {
+        if (waiting == 0) {
+          ++number;
+          const int split = number / (SPLIT / STEP / WARPS) * PARTS + part;
+          first = split * SPLIT + (number % (SPLIT / STEP / WARPS) * WARPS + warp) * STEP;
+          only = -1;
+          if (first + STEP - 1 <= all.common || first > all.last) return first <= all.last;
+          waiting = __ballot_sync(FULL_WARP, tile[lane % 16].pos >= first) & 0xffffu;
+        }
+        only = __ffs(static_cast<int>(waiting)) - 1;
+        waiting &= waiting - 1;
+        return true;
+      };
+      bool more = next_step();
+      int at = more ? locate(pages, tile[max(only, 0)], first) : -1;
+      Pack16 key[2][CHUNKS], value[4][HALVES];
+      if (more) load_keys(keys, pages, kv_head, at, key);
+      while (more) {
+        load_values(values, pages, kv_head, at, value);
+        const int row = only;
+        const int seen = tile[max(row, 0)].pos - first;  // last visible of the 16 positions
+        more = next_step();
+        if (more) at = locate(pages, tile[max(only, 0)], first);
+
+        // score[0] are products with the high parts of the queries, score[1] with the low parts.
+        // The second index selects keys 2t and 2t + 1, or keys 2t + 8 and 2t + 9.
+        float score[2][2][4] = {};
 #pragma unroll
-    for (int offset = 1; offset < PARTS; offset <<= 1) {
-      const float other = __shfl_sync(FULL_WARP, highest, max(lane - offset, 0));
-      highest = other > highest ? other : highest;
+        for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+          for (int low_part = 0; low_part < 2; ++low_part) {
+            const Pack16 q0 = query[c][low_part][0][lane], q1 = query[c][low_part][1][lane];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              const unsigned int a[4] = {q0.u[2 * h], q1.u[2 * h], q0.u[2 * h + 1],
+                                         q1.u[2 * h + 1]};
+              mma_m16n8k16<CACHE16>(score[low_part][0], a, key[0][c].u + 2 * h);
+              mma_m16n8k16<CACHE16>(score[low_part][1], a, key[1][c].u + 2 * h);
+            }
+          }
+        }
+        if (more) load_keys(keys, pages, kv_head, at, key);
+
+        bool is_active[2];
+        float shrink[2];
+        unsigned int high[4], low[4];
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+          is_active[q] = row_of[q] >= 0 && (row < 0 || row_of[q] == row);
+          float x[4], tile_top = top[q];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const bool visible = 2 * t + i % 2 + 8 * (i / 2) <= seen;
+            const float s = score[0][i / 2][2 * q + i % 2] + score[1][i / 2][2 * q + i % 2];
+            x[i] = visible ? s : LOWEST;
+            tile_top = x[i] > tile_top ? x[i] : tile_top;
+          }
+#pragma unroll
+          for (int offset = 1; offset < 4; offset <<= 1) {
+            const float other = __shfl_xor_sync(FULL_WARP, tile_top, offset);
+            tile_top = other > tile_top ? other : tile_top;
+          }
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const bool visible = 2 * t + i % 2 + 8 * (i / 2) <= seen;
+            const float e = exp_exact(x[i] - tile_top);
+            x[i] = visible ? e : 0.0f;
+          }
+          shrink[q] = exp_exact(top[q] - tile_top);
+          if (is_active[q]) {
+            mass[q] = fmaf(mass[q], shrink[q], (x[0] + x[1]) + (x[2] + x[3]));
+            top[q] = tile_top;
+          }
+          split_pair(x[0], x[1], high + q, low + q);
+          split_pair(x[2], x[3], high + q + 2, low + q + 2);
+        }
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h) {
+#pragma unroll
+          for (int j = 0; j < 8; ++j) {
+            const unsigned int b[2] = {pair_of(value[0][h], value[1][h], j),
+                                       pair_of(value[2][h], value[3][h], j)};
+            float next[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) next[i] = sum[h][j][i] * shrink[i / 2];
+            mma_m16n8k16<CACHE16>(next, high, b);
+            mma_m16n8k16<CACHE16>(next, low, b);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sum[h][j][i] = is_active[i / 2] ? next[i] : sum[h][j][i];
+          }
+        }
+      }
+
+      // Combine the warps' results in warp order. Each `pass` of the second loop combines 32
+      // dimensions: 8 of every 16 consecutive ones.
+#pragma unroll
+      for (int q = 0; q < 2; ++q) {
+#pragma unroll
+        for (int offset = 1; offset < 4; offset <<= 1) {
+          mass[q] += __shfl_xor_sync(FULL_WARP, mass[q], offset);
+        }
+        part_top[warp][g + 8 * q] = top[q];
+        part_mass[warp][g + 8 * q] = mass[q];
+      }
+#pragma unroll
+      for (int pass = 0; pass < 2 * HALVES; ++pass) {
+        const int h = pass / 2, side = pass % 2;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int of = i / 2 * 2 + side, j = i % 2 * 4;
+          part_sum[warp][g + 8 * (i / 2)][2 * t + i % 2] = {
+              {sum[h][j][of], sum[h][j + 1][of], sum[h][j + 2][of], sum[h][j + 3][of]}};
+        }
+        __syncthreads();
+        const int m = own_query;
+        if (part < query_parts[m]) {
+          float all_top = LOWEST, all_mass = 0.0f;
+          Floats4 all_sum = {};
+          for (int w = 0; w < WARPS; ++w) all_top = fmaxf(all_top, part_top[w][m]);
+          for (int w = 0; w < WARPS; ++w) {
+            // A warp without steps for the row has mass 0 and adds exact zeros.
+            const float by = part_mass[w][m] > 0.0f ? exp_exact(part_top[w][m] - all_top) : 0.0f;
+            all_mass = fmaf(part_mass[w][m], by, all_mass);
+            add_scaled(&all_sum, part_sum[w][m][sum_index], by);
+          }
+          const int d = dimension_of(pass);
+          const long long at_head = query_index[m];
+          if (span.blocks == 1) {
+            const FoldFactors factors(folded_top, all_top);
+            fold_sum(&folded_sum[m][d / 4], factors.shrink, all_sum, factors.by);
+            if (pass == 2 * HALVES - 1) {
+              folded_mass = fmaf(all_mass, factors.by, folded_mass * factors.shrink);
+              folded_top = factors.top;
+            }
+          } else if (query_parts[m] == 1) {
+            store_quotient(out + at_head * WIDE_HEAD + d, all_sum, all_mass);
+          } else {
+            float* of_part = tile_workspace + (part * 16 + m) * PART_WIDTH;
+            *reinterpret_cast<Floats4*>(of_part + d) = all_sum;
+            if (d == 0) {
+              of_part[WIDE_HEAD] = all_top;
+              of_part[WIDE_HEAD + 1] = all_mass;
+            }
+          }
+        }
+        __syncthreads();
+      }
     }
-    const float before = __shfl_sync(FULL_WARP, highest, max(lane - 1, 0));
-    const FoldFactors factors(lane == 0 ? LOWEST : before, top);
-    shrink_of[m * PARTS + lane] = factors.shrink;
-    by_of[m * PARTS + lane] = factors.by;
-    mass_of[m * PARTS + lane] = is_valid ? from[1] : 0.0f;
-  }
-  __syncthreads();
-  for (int item = threadIdx.x; item < 16 * WIDE_HEAD / 4; item += WARPS * 32) {
-    const int m = item / (WIDE_HEAD / 4), d = item % (WIDE_HEAD / 4) * 4;
-    if (query_parts[m] <= 1) continue;
-    const long long index = query_index[m];
-    Floats4 all_sum = {};
-    float all_mass = 0.0f;
+    if (span.blocks == 1) {
+      if (query_parts[own_query] > 0) {
+        const long long at_head = query_index[own_query];
+#pragma unroll
+        for (int pass = 0; pass < 2 * HALVES; ++pass) {
+          const int d = dimension_of(pass);
+          store_quotient(out + at_head * WIDE_HEAD + d, folded_sum[own_query][d / 4], folded_mass);
+        }
+      }
+      __syncthreads();  // the next tile overwrites the rows of this one
+      continue;
+    }
+
+    // The last block to arrive combines the parts in order. Lane p computes the factors of part p,
+    // for which it needs the maximum over the parts before p.
+    const bool combines = is_last_block(arrived + number, span.blocks, &is_last);
+    if (!combines) continue;
+    float* const shrink_of = part_sum[0][0][0].f;  // [16][PARTS], like the next two arrays
+    float* const by_of = shrink_of + 16 * PARTS;
+    float* const mass_of = by_of + 16 * PARTS;
+    static_assert(sizeof(part_sum) >= 3 * 16 * PARTS * sizeof(float), "the arrays fit");
+    for (int m = warp; m < 16; m += WARPS) {
+      const bool is_valid = lane < query_parts[m];
+      const float* of_part = tile_workspace + (lane * 16 + m) * PART_WIDTH + WIDE_HEAD;
+      const float top = is_valid ? of_part[0] : LOWEST;
+      float highest = top;  // maximum over parts 0 .. lane, after the loop
+#pragma unroll
+      for (int offset = 1; offset < PARTS; offset <<= 1) {
+        const float other = __shfl_sync(FULL_WARP, highest, max(lane - offset, 0));
+        highest = other > highest ? other : highest;
+      }
+      const float before = __shfl_sync(FULL_WARP, highest, max(lane - 1, 0));
+      const FoldFactors factors(lane == 0 ? LOWEST : before, top);
+      shrink_of[m * PARTS + lane] = factors.shrink;
+      by_of[m * PARTS + lane] = factors.by;
+      mass_of[m * PARTS + lane] = is_valid ? of_part[1] : 0.0f;
+    }
+    __syncthreads();
+    for (int item = threadIdx.x; item < 16 * WIDE_HEAD / 4; item += WARPS * 32) {
+      const int m = item / (WIDE_HEAD / 4), d = item % (WIDE_HEAD / 4) * 4;
+      if (query_parts[m] <= 1) continue;
+      const long long at_head = query_index[m];
+      Floats4 all_sum = {};
+      float all_mass = 0.0f;
 #pragma unroll 8
-    for (int part = 0; part < query_parts[m]; ++part) {
-      const float* from = parts + index * PART_WIDTH + part * part_stride + d;
-      const float shrink = shrink_of[m * PARTS + part], by = by_of[m * PARTS + part];
-      fold_sum(&all_sum, shrink, *reinterpret_cast<const Floats4*>(from), by);
-      all_mass = fmaf(mass_of[m * PARTS + part], by, all_mass * shrink);
+      for (int part = 0; part < query_parts[m]; ++part) {
+        const float* of_part = tile_workspace + (part * 16 + m) * PART_WIDTH + d;
+        const float shrink = shrink_of[m * PARTS + part], by = by_of[m * PARTS + part];
+        fold_sum(&all_sum, shrink, *reinterpret_cast<const Floats4*>(of_part), by);
+        all_mass = fmaf(mass_of[m * PARTS + part], by, all_mass * shrink);
+      }
+      store_quotient(out + at_head * WIDE_HEAD + d, all_sum, all_mass);
     }
-    store_quotient(out + index * WIDE_HEAD + d, all_sum, all_mass);
+    __syncthreads();  // the next tile overwrites the factors of this one
   }
 }

@@ -14,6 +14,9 @@
 #ifndef CACHE
 #define CACHE bf16_t
 #endif
+#ifndef OUT
+#define OUT float
+#endif
 #include "model.cuh"
 
 #define WARPS 4
@@ -43,7 +46,7 @@ __device__ __forceinline__ float dot_key(const float* query, const CACHE* key) {
 extern "C" __global__ void attention_warp(const float* qkv, const int* slot, const int* pos,
                                           const unsigned long long* ancestors,
                                           const int* page_table, const CACHE* keys,
-                                          const CACHE* values, float* out, int rows, int heads,
+                                          const CACHE* values, OUT* out, int rows, int heads,
                                           int kv_heads, int slots, int max_pages, int page_shift,
                                           float scale) {
   wait_for_previous_kernel();
@@ -58,9 +61,9 @@ extern "C" __global__ void attention_warp(const float* qkv, const int* slot, con
   const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, HEAD_DIM};
   const int s = slot[row];
   const int last = pos[row];
-  float* y = out + (static_cast<long long>(row) * heads + head) * HEAD_DIM;
+  OUT* y = out + (static_cast<long long>(row) * heads + head) * HEAD_DIM;
   if (!row_is_live(pages, s, last)) {
-    for (int d = threadIdx.x; d < HEAD_DIM; d += WARPS * 32) y[d] = 0.0f;
+    for (int d = threadIdx.x; d < HEAD_DIM; d += WARPS * 32) from_float(0.0f, y + d);
     return;
   }
   const float* from =
@@ -118,6 +121,6 @@ extern "C" __global__ void attention_warp(const float* qkv, const int* slot, con
       all_mass = fmaf(part_mass[w], shrink, all_mass);
       all_sum = fmaf(part_sum[w][d], shrink, all_sum);
     }
-    y[d] = all_sum / all_mass;
+    from_float(all_sum / all_mass, y + d);
   }
 }

@@ -21,7 +21,7 @@ struct alignas(16) Pack16 {
 };
 
 struct alignas(8) Pack8 {
-  unsigned int u[2];  // eight 8-bit floats
+  unsigned int u[2];  // eight 8-bit floats or four 16-bit floats
 };
 
 struct alignas(16) Floats4 {

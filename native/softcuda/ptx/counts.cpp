@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstring>
 
 #include "builder.h"
 
@@ -118,9 +119,31 @@ const Instr* count_instruction(Warp& w, const Instr* in) {
 void LaunchCounts::begin_blocks(const softcuda_ptx_work& work, uint64_t first) {
   std::unique_lock<std::mutex> lock(mutex_);
   turn_.wait(lock, [&] { return next_block_ >= first; });
+  if (grid_.x == 0) find_parameters(work);
   grid_ = work.grid;
   block_ = work.block;
   t_running = this;
+}
+
+void LaunchCounts::find_parameters(const softcuda_ptx_work& work) {
+  for (size_t i = 0; i < kernel_.param_sizes.size(); ++i) {
+    if (kernel_.param_sizes[i] != 8) continue;
+    uint64_t value = 0;
+    std::memcpy(&value, work.parameters + kernel_.param_offsets[i], sizeof value);
+    softcuda_memory found{};
+    if (device().find_memory(value, 1, &found) == 0) continue;
+    parameters_[static_cast<unsigned>(i)] = found.address;
+    device().release(found.reference);
+  }
+}
+
+std::map<unsigned, uint64_t> LaunchCounts::loaded_by_parameter() const {
+  std::map<unsigned, uint64_t> bytes;
+  for (const auto& parameter : parameters_) {
+    const auto loaded = loaded_from_.find(parameter.second);
+    if (loaded != loaded_from_.end()) bytes[parameter.first] = loaded->second;
+  }
+  return bytes;
 }
 
 void LaunchCounts::end_blocks(uint64_t next) {
@@ -209,12 +232,8 @@ void LaunchCounts::join_at_barrier(const Block& b, unsigned barrier) {
   for_waiting([&](Chain& chain) { chain.base = depth; });
 }
 
-void LaunchCounts::note_access(const Instr* in, Space space, bool is_host, const char* storage,
-                               unsigned bytes, bool write) {
-  const Part part = space == Space::shared  ? shared
-                    : space == Space::local ? local
-                    : is_host               ? host
-                                            : global;
+// Counts the bytes of an access. Returns whether it is an atomic operation.
+bool LaunchCounts::add_bytes(const Instr* in, Part part, unsigned bytes, bool write) {
   const size_t index = static_cast<size_t>(in - kernel_.code.data());
   const bool is_atomic = kernel_.counted[index].category == Category::atomic;
   if (is_atomic) {
@@ -222,13 +241,26 @@ void LaunchCounts::note_access(const Instr* in, Space space, bool is_host, const
   } else {
     (write ? stored_ : loaded_)[part] += bytes;
   }
-  if (part == shared || part == local) return;
-  if (!write) block_loaded_ += bytes;
-  if (is_host && (!write || is_atomic)) {
+  return is_atomic;
+}
+
+void LaunchCounts::note_window(const Instr* in, Space space, unsigned bytes, bool write) {
+  add_bytes(in, space == Space::shared ? shared : local, bytes, write);
+}
+
+void LaunchCounts::note_global(const Instr* in, const Site& site, const char* storage,
+                               unsigned bytes, bool write) {
+  const bool is_atomic = add_bytes(in, site.host ? host : global, bytes, write);
+  if (site.host && (!write || is_atomic)) {
     ++host_loads_;
     host_address_ = storage;
   }
-  if (!is_atomic) touch(storage, bytes, write, is_host);
+  if (is_atomic) return;
+  if (!write) {
+    block_loaded_ += bytes;
+    loaded_from_[site.from] += bytes;
+  }
+  touch(storage, bytes, write, site.host);
 }
 
 void LaunchCounts::touch(const char* storage, unsigned bytes, bool write, bool is_host) {
@@ -268,6 +300,13 @@ void LaunchCounts::write(const std::string& path) const {
   add_object(&line, "stored", stored_, kParts);
   add_object(&line, "distinct_loaded", distinct(false), kParts);
   add_object(&line, "distinct_stored", distinct(true), kParts);
+  std::vector<uint64_t> by_parameter;
+  std::vector<std::string> numbers;
+  for (const auto& item : loaded_by_parameter()) {
+    numbers.push_back(std::to_string(item.first));
+    by_parameter.push_back(item.second);
+  }
+  add_object(&line, "loaded_by_parameter", by_parameter, numbers);
   add_number(&line, "atomics", atomics_);
   add_number(&line, "longest_block_instructions", longest_instructions_);
   add_number(&line, "longest_block_loaded", longest_loaded_);

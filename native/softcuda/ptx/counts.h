@@ -3,6 +3,7 @@
 
 #include <array>
 #include <condition_variable>
+#include <map>
 #include <mutex>
 #include <unordered_map>
 #include <vector>
@@ -30,9 +31,10 @@ class LaunchCounts {
   // Counts an instruction that a warp has executed. `host_loads` is the value of host_loads()
   // before the instruction.
   void note_instruction(const Warp& w, const Instr* in, uint64_t host_loads);
-  // Counts an access of one lane to global, shared or local memory.
-  void note_access(const Instr* in, Space space, bool host, const char* storage, unsigned bytes,
+  // Counts an access of one lane to global memory, or to shared or local memory.
+  void note_global(const Instr* in, const Site& site, const char* storage, unsigned bytes,
                    bool write);
+  void note_window(const Instr* in, Space space, unsigned bytes, bool write);
   // Called when the warps that wait at a barrier continue: their next instructions depend on what
   // any of them has stored before the barrier.
   void join_at_barrier(const Block& b, unsigned barrier);
@@ -66,6 +68,9 @@ class LaunchCounts {
     std::unordered_map<uint32_t, std::pair<const char*, uint32_t>> last;
   };
 
+  bool add_bytes(const Instr* in, Part part, unsigned bytes, bool write);
+  void find_parameters(const softcuda_ptx_work& work);
+  std::map<unsigned, uint64_t> loaded_by_parameter() const;
   void touch(const char* storage, unsigned bytes, bool write, bool is_host);
   Bytes distinct(bool stored) const;
 
@@ -79,6 +84,8 @@ class LaunchCounts {
   std::array<uint64_t, static_cast<size_t>(Category::count_)> instructions_{};
   Bytes loaded_{}, stored_{};
   uint64_t atomics_ = 0;
+  std::unordered_map<uint64_t, uint64_t> loaded_from_;  // by address of the allocation
+  std::map<unsigned, uint64_t> parameters_;  // address of the allocation to which each one points
   uint64_t block_instructions_ = 0, block_loaded_ = 0;      // of the running block
   uint64_t longest_instructions_ = 0, longest_loaded_ = 0;  // maximum over the blocks
   std::unordered_map<uint64_t, Page> pages_;                // by storage address / 4096

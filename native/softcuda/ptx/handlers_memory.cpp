@@ -46,7 +46,7 @@ char* resolve_lane(Warp& w, const Instr* in, Space space, unsigned lane, uint64_
         return nullptr;
       }
       if (b.racecheck) note_shared(w, in, lane, static_cast<uint32_t>(a), bytes, write);
-      if (b.counts != nullptr) b.counts->note_access(in, space, false, nullptr, bytes, write);
+      if (b.counts != nullptr) b.counts->note_window(in, space, bytes, write);
       return b.shared + a;
     case Space::local: {
       const unsigned size = b.kernel->local_bytes;
@@ -54,7 +54,7 @@ char* resolve_lane(Warp& w, const Instr* in, Space space, unsigned lane, uint64_
         bad_window_access(w, in, lane, "local", a, bytes, write);
         return nullptr;
       }
-      if (b.counts != nullptr) b.counts->note_access(in, space, false, nullptr, bytes, write);
+      if (b.counts != nullptr) b.counts->note_window(in, space, bytes, write);
       return b.local + (size_t{w.index} * kLanes + lane) * size + a;
     }
     case Space::param: {

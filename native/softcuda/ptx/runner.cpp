@@ -114,7 +114,7 @@ static bool check_access(Warp& w, const Instr* in, unsigned lane, uint64_t addre
   Block& b = *w.block;
   if (!b.checks_accesses) return true;
   if (b.counts != nullptr) {
-    b.counts->note_access(in, Space::global, b.sites[in->site].host, storage, bytes, write);
+    b.counts->note_global(in, b.sites[in->site], storage, bytes, write);
   }
   if (b.stores != nullptr) order_stores(w, in, storage, bytes, write);
   if (!check_preceding(w, in, lane, address, storage, bytes, write)) return false;

@@ -1,0 +1,27 @@
+// Division of the work of attention_split among blocks: tiles of rows, parts of a tile's positions,
+// and the tiles and parts that each block computes.
+#pragma once
+#include "model.cuh"
+
+#define SPLIT 64
+#define PARTS 32
+
+// Consecutive rows of one slot.
+struct PlanTile {
+  int first_row;
+  int rows;
+  int first_block;  // number of the first block that computes parts of the tile
+  int blocks;       // number of blocks that compute parts of the tile
+};
+
+// Where the work of a block begins. Block b computes all parts from begin[b] to begin[b + 1],
+// exclusive, in the order of tiles and then of parts.
+struct PlanBegin {
+  int tile;
+  int part;
+};
+
+// Returns the number of parts into which the positions of a row at `pos` are divided.
+__device__ __forceinline__ int parts_at(int pos) {
+  return pos / SPLIT + 1 < PARTS ? pos / SPLIT + 1 : PARTS;
+}

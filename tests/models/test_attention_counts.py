@@ -1,0 +1,83 @@
+"""Memory traffic and balance of attention on tensor cores, counted on PTX for sm_90."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.ptx, pytest.mark.nvrtc]
+
+LAUNCH = Path(__file__).with_name("attention_launch.py")
+STEP = 16  # positions of a step, which are loaded together
+KEYS = "5"  # number of the kernel's parameter
+VALUES = "6"
+
+
+def count(tmp_path, **arguments):
+    """Launch attention (`attention_launch.launch`). Return the counts by kernel."""
+    path = tmp_path / "counts"
+    variables = {
+        **os.environ,
+        "GRAFT_DEVICE": "soft",
+        "GRAFT_CODE": "ptx",
+        "GRAFT_PTX_ARCH": "90",
+        "SOFTCUDA_COUNT": str(path),
+    }
+    for name in ("SOFTCUDA_PTX_SEED", "SOFTCUDA_RACECHECK"):
+        variables.pop(name, None)
+    command = [sys.executable, str(LAUNCH), json.dumps(arguments)]
+    subprocess.run(command, env=variables, check=True)
+    launches = [json.loads(line) for line in path.read_text().splitlines()]
+    return {launch["kernel"]: launch for launch in launches}
+
+
+def bytes_loaded(counts):
+    """Return the bytes of keys and values that attention has loaded."""
+    loaded = counts["attention_split"]["loaded_by_parameter"]
+    return loaded[KEYS] + loaded[VALUES]
+
+
+@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.full)])
+def test_attention_loads_keys_and_values_once_per_tile_of_slot(tmp_path, dim):
+    """Chains of different lengths share no tile, so none of them is loaded for another one.
+
+    Eight requests have 1 to 8 rows, up to seven of them for drafts, and 2,000 positions before
+    them. A tile has up to four rows. The last positions are loaded more often, because a row must
+    not read those of later rows.
+    """
+    lengths = [8, 1, 5, 2, 7, 3, 4, 2]
+    slots = [s for s, length in enumerate(lengths) for _ in range(length)]
+    positions = [2000 + j for length in lengths for j in range(length)]
+    counts = count(tmp_path, slots=slots, positions=positions, dim=dim, rows_per_slot=8)
+    tiles = sum(-(-length // 4) for length in lengths)
+    minimum = tiles * -(-2001 // STEP) * STEP * dim * 2 * 2
+    assert minimum <= bytes_loaded(counts) <= 1.15 * minimum
+
+
+@pytest.mark.parametrize(
+    ("long", "short"), [(8192, 256), pytest.param(32768, 1024, marks=pytest.mark.full)]
+)
+def test_attention_divides_long_context_among_blocks(tmp_path, long, short):
+    """One long context among 63 short ones: the longest block is at most 1.3 times the mean."""
+    positions = [long - 1] + [short - 1] * 63
+    counts = count(tmp_path, slots=[*range(64)], positions=positions, heads=32, kv_heads=8)
+    split = counts["attention_split"]
+    mean = sum(split["instructions"].values()) / split["blocks"]
+    assert split["longest_block_instructions"] <= 1.3 * mean
+    assert split["longest_block_loaded"] <= 1.3 * split["loaded"]["global"] / split["blocks"]
+    # The plan is made by one warp before the first layer.
+    assert counts["attention_plan"]["longest_block_instructions"] < 0.1 * mean
+
+
+def test_attention_output_of_16_bits_stores_half(tmp_path):
+    stored = [
+        count(tmp_path / dtype, slots=[0, 1], positions=[40, 50], dtype=dtype)["attention_split"]
+        for dtype in ("float32", "bfloat16")
+        if not (tmp_path / dtype).mkdir()
+    ]
+    assert [counts["stored"]["global"] for counts in stored] == [2 * 4 * 64 * 4, 2 * 4 * 64 * 2]
