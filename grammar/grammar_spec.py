@@ -71,7 +71,7 @@ class StructuralTag:
         return cls(begin, text, end)
 
     def check(self) -> None:
-        """Raise `GrammarError` if the schema cannot be enforced; see `GrammarSpec.check`."""
+        """Raise `GrammarError` if the tag's schema cannot be enforced; see `GrammarSpec.check`."""
         try:
             GrammarSpec("json_schema", self.schema).check()
         except GrammarError as error:

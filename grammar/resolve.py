@@ -267,11 +267,11 @@ def _close_objects(schema: Any) -> Any:
 
 
 def _resolve_for_xgrammar(value: Any, options: _SchemaOptions, raw: bool) -> _ResolvedSchema:
-    """Return the form of a JSON schema for XGrammar, which compiles schemas unchanged.
+    """Return a JSON schema in the form that XGrammar compiles: unchanged, unless it is `partial`.
 
-    With some keywords, XGrammar would allow text that is not JSON. The option `partial` removes
-    these keywords. Without `partial`, a schema with such keywords, or with keywords that XGrammar
-    ignores, is refused.
+    With some keywords, XGrammar would allow text that is not JSON. The function removes or replaces
+    these keywords if the option `partial` is set. Otherwise, it raises `GrammarError` for a schema
+    with such keywords or with keywords that XGrammar ignores. `raw` is as in `_resolve_schema`.
     """
     if options.key_order == "any":
         raise GrammarError("JSON schema: XGrammar writes keys in the schema's order only")

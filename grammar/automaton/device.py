@@ -313,9 +313,9 @@ class DeviceAutomata:
     def _find_place(self, nbytes: int) -> tuple[int, list[_Table]] | None:
         """Return the offset of a range for a new table, and the tables to evict from this range.
 
-        A range without tables is preferred. Otherwise, the method chooses the range in which even
-        the most recently used table has been unused for the longest time. It returns None if every
-        range contains a table with users.
+        A range without tables is preferred. Otherwise, the method chooses the range whose most
+        recently used table has been unused for the longest time. It returns None if every range
+        contains a table with users.
         """
         age = {table.grammar: number for number, table in enumerate(self._tables.values())}
         tables = sorted(self._tables.values(), key=lambda table: table.offset)

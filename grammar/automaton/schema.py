@@ -220,7 +220,7 @@ def _quote(value: str) -> str:
 
 
 def _lower_string(schema: dict[str, Any]) -> Expression:
-    """Lower the content of a string, without the quotation marks."""
+    """Return the expression of the content of a string, without the quotation marks."""
     pattern = schema.get("pattern")
     if pattern is None:
         return repeat(_ANY_CHARACTER, *_bounds(schema, "minLength", "maxLength"))

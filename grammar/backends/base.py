@@ -31,7 +31,7 @@ class BoundedBackend(GrammarBackend, Protocol):
         """
 
     def load(self, spec: Spec, result: Any) -> CompiledGrammar:
-        """Create the compiled grammar from the result of the call in the child process.
+        """Create the compiled grammar from the result of the call that `compile_call` returned.
 
         The vocabulary of this backend must equal the vocabulary that the child process used.
         """

@@ -51,12 +51,11 @@ _SURROGATES = (0xD800, 0xDFFF)
 #: Maximum number of lexer states that `_Lexer` visits before it stops the search.
 _MAX_STATES = 2000
 
-#: Maximum total number of positions in the states that `_Lexer` visits. A position counts once per
-#: character class that it matches.
+#: Maximum number of steps of the search of `_Lexer`. There is one step for each position
+#: (`_Positions`) of a visited state and each character class that the position matches.
 _MAX_STEPS = 500_000
 
-#: Maximum number of positions (`_Positions`) of a terminal in a recursive grammar. A part that is
-#: repeated up to n times has n copies of its positions.
+#: Maximum number of positions (`_Positions`) of a terminal in a recursive grammar.
 _MAX_POSITIONS = 2000
 
 
@@ -299,7 +298,9 @@ def _overlap(first: Ranges, second: Ranges) -> bool:
 
 @dataclass
 class _Positions:
-    """The positions of a terminal, one for each occurrence of a `Set` in it (Glushkov automaton).
+    """Glushkov automaton of a terminal: each occurrence of a `Set` in it is one position.
+
+    A part that is repeated up to n times has n copies of its positions.
 
     Attributes
     ----------
@@ -321,7 +322,7 @@ class _Positions:
 
     @classmethod
     def of(cls, node: Node) -> _Positions:
-        """Return the positions (of `Set` nodes) in a node that contains no reference to a rule."""
+        """Return the automaton of a node that contains no reference to a rule."""
         built = cls([], frozenset(), frozenset(), [], True)
         built.first, built.last, built.nullable = built._add(node)
         return built
@@ -342,9 +343,9 @@ class _Positions:
             firsts, lasts, nullables = zip(*added, strict=True)
             return empty.union(*firsts), empty.union(*lasts), any(nullables)
         assert isinstance(node, Repeat)
-        # x{2,4} is read as x(x(x(x)?)?). Each copy follows only the copy before it, so `following`
-        # stays small. If x can match the empty text, the repetition can, too, and `low` has no
-        # effect.
+        # x{2,4} is read as x(x(x(x)?)?). Each copy of x follows only the copy before it, so there
+        # are few entries in `following`. If x can match the empty text, the repetition can, too,
+        # whatever its minimum `low` is.
         first, last, nullable = self._add(node.part)
         if not last:  # x matches only the empty text
             return empty, empty, True
@@ -444,8 +445,8 @@ class _Lowering:
     def _conflicts(self) -> set[Node]:
         """Return the terminals that the lexer might extend where another terminal should begin.
 
-        If some terminals have more than `_MAX_POSITIONS` positions, they are too large to be
-        examined, and only these are returned.
+        Terminals with more than `_MAX_POSITIONS` positions are too large to be examined. If there
+        are any, the method returns these, so that the caller splits them first.
         """
         terminals = list(dict.fromkeys(self._terminals()))
         too_large = set()
@@ -602,9 +603,9 @@ def _finite_rules(rules: dict[str, Node]) -> dict[str, Node]:
 
 
 def _is_finite(node: Node, finite: set[str]) -> bool:
-    """Return whether a node matches a finite text.
+    """Return whether the recursion in a node can end, so that the node matches a finite text.
 
-    `finite` are the names of the rules that match a finite text.
+    `finite` are the names of the rules that are known to match a finite text.
     """
     if isinstance(node, Rule):
         return node.name in finite
@@ -724,7 +725,7 @@ def _union(first: Ranges, second: Ranges) -> Ranges:
 
 
 class _Lexer:
-    """Simulates the lexer with all terminals allowed at the same time.
+    """Simulates LLGuidance's lexer as if the parser allowed all terminals at all times.
 
     `machines` contains the Glushkov automaton of each terminal, and `following` the characters that
     can follow each terminal.

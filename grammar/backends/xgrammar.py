@@ -42,7 +42,7 @@ RELEASES = ("0.2.8", "0.2.9")
 _TYPES = ("TokenizerInfo", "Grammar", "GrammarCompiler", "CompiledGrammar", "GrammarMatcher")
 _RAW = 0  # XGrammar's vocabulary type for tokens given as bytes
 _MODULE = __name__ + ":"
-# Deserializing a compiled grammar of more than this number of characters fragments the heap, so
+# Length of the JSON text of a compiled grammar. Deserializing a longer text fragments the heap, so
 # `load` then returns free memory to the operating system.
 _TRIM_BYTES = 1 << 19
 _XGRAMMAR_ERRORS = (RuntimeError, ValueError, TypeError)
@@ -401,7 +401,7 @@ class XGrammarBackend:
         """Create the compiled grammar from the JSON text that `compiled_text` returned."""
         native = self._types.CompiledGrammar.deserialize_json(result, self._info)
         if len(result) > _TRIM_BYTES:
-            # Otherwise, the C library would keep the memory in which the text was read.
+            # Otherwise, the C library would keep the memory that XGrammar used to read `result`.
             return_free_memory()
         return self._compiled_grammar(spec, native)
 

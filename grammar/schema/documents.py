@@ -192,8 +192,8 @@ def required_of(schema: SchemaObject) -> list[str]:
 def has_orders(part: SchemaObject) -> bool:
     """Return whether objects that satisfy the schema can have their keys in several orders.
 
-    Each named key, each pattern for keys, and all other keys together, if they are allowed, count
-    as one. The result is True if the sum is at least 2 and includes a named key or a pattern.
+    Each named key counts as a kind of keys, as do the keys of each pattern, and all other keys
+    together. The result is True if the schema allows at least two kinds.
     """
     values = values_of(part)
     if values is not None:

@@ -59,7 +59,7 @@ def document_text(schema: Any, whitespace: Whitespace) -> str:
 
 
 def schema_grammar(text: str) -> str:
-    """Return LLGuidance's grammar of a schema. `text` is the result of `document_text`."""
+    """Return a schema, given by `document_text`, as a grammar in LLGuidance's JSON format."""
     return f'{{"grammars": [{{"json_schema": {text}}}]}}'
 
 

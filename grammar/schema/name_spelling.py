@@ -86,9 +86,10 @@ def with_one_spelling(schema: Any) -> OneSpelling:
 
 
 def _has_ambiguous_names(part: SchemaObject) -> bool:
-    """Return whether LLGuidance compares property names that JSON can spell in several ways.
+    """Return whether LLGuidance compares names of an object whose spelling in JSON is ambiguous.
 
-    The function considers the property names of the objects that satisfy `part`.
+    The object is one that satisfies `part`. A name is ambiguous if JSON can write it with different
+    escape sequences.
     """
     if "object" not in types_of(part):
         return False
@@ -100,7 +101,7 @@ def _has_ambiguous_names(part: SchemaObject) -> bool:
 
 
 def _allows_any_addition(part: SchemaObject) -> bool:
-    """Return whether additional properties may have any value and no listed name needs escapes."""
+    """Return whether additional properties may have any value, and no listed name needs escapes."""
     if part.get("additionalProperties", True) not in (True, {}):
         return False
     names = [*part.get("properties", ()), *required_of(part)]

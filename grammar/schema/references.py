@@ -110,8 +110,8 @@ def replace_references(
 def _has_nested_id(root: Any) -> bool:
     """Return whether a subschema seems to have a base URI of its own.
 
-    A property with the name ``id`` is not mistaken for a base URI, because the value of a base URI
-    is a string and the value of a property is a schema.
+    A property with the name ``id`` is not mistaken for the keyword ``id``, because the value of
+    the keyword is a string and the value of a property is a schema.
     """
     pending = list(root.values()) if isinstance(root, dict) else []
     while pending:

@@ -69,7 +69,7 @@ class _Place(NamedTuple):
 
 
 class _NotFound(Exception):
-    """Raised if no keyword is found before the deadline that causes LLGuidance's error."""
+    """Raised if no keyword that causes LLGuidance's error is found before the deadline."""
 
 
 def find_causes(
@@ -79,10 +79,10 @@ def find_causes(
     max_reasons: int,
     deadline: float,
 ) -> tuple[list[Reason], list[Reason]]:
-    """Return the keywords without which a schema would be enforced exactly.
+    """Return the keywords because of which a schema cannot be enforced exactly.
 
-    If one of these keywords is missing, others may come into effect. The search therefore continues
-    until the remaining schema has an exact form, or until the deadline.
+    When one of these keywords is removed, others may come into effect. The search therefore
+    continues until the remaining schema has an exact form, or until the deadline.
 
     Parameters
     ----------
@@ -227,9 +227,10 @@ class _Search:
     def _innermost(
         self, kind: str, cause: _Place, candidates: list[_Place], removed: list[_Place]
     ) -> _Place:
-        """Return the innermost candidate whose removal alone ends the error.
+        """Return the innermost keyword that alone causes an error: `cause` or one inside its value.
 
-        Only `cause` itself and the candidates inside the value of `cause` are considered.
+        `kind` is the error's kind, `candidates` are the keywords to consider, and `removed` are
+        keywords that are already removed from the schema.
         """
         while True:
             inside = f"{cause.pointer}/{cause.keyword}/"

@@ -94,7 +94,7 @@ class _Lowering:
         self._special = special
 
     def lower(self, form: Format, ends: Sequence[str] | None) -> list[Piece]:
-        """Return the pieces that a format consists of, in order."""
+        """Return the pieces that a format consists of, in order; `_Lowering` describes `ends`."""
         alternatives = self._spread(form, ends)
         if len(alternatives) == 1:
             return alternatives[0]
@@ -109,8 +109,8 @@ class _Lowering:
         `name` is the type of the format, for error messages.
         """
         first = alternatives[0][0]
-        # If all sequences begin with the same free text, the text after the free text shows which
-        # sequence matches.
+        # If all sequences begin with the same free text, their beginnings are not checked: the text
+        # after the free text shows which sequence matches.
         is_free = bool(first.absent) and all(pieces[0] is first for pieces in alternatives)
         pieces = [self.joiner.sequence(pieces) for pieces in alternatives]
         return self.joiner.alternatives(pieces, name, check=not is_free)
@@ -118,8 +118,9 @@ class _Lowering:
     def _spread(self, form: Format, ends: Sequence[str] | None) -> list[list[Piece]]:
         """Return the alternatives of a format, each as a list of consecutive pieces.
 
-        The caller appends the pieces that follow the format to each alternative. If an alternative
-        ends with free text, the free text and the text at which it ends can then form one terminal.
+        `_Lowering` describes `ends`. The caller appends the pieces that follow the format to each
+        alternative. If an alternative ends with free text, the free text and the text at which it
+        ends can then form one terminal.
         """
         try:
             return self._spread_parts(form, ends)
@@ -249,8 +250,8 @@ class _Lowering:
     def _tag(self, form: Format) -> list[list[Piece]]:
         """Return the alternatives of a tag, each as a list of consecutive pieces.
 
-        There is one alternative for each of the `_spellings` of the begin text. Free text before
-        the tag and the begin text can thus form one terminal.
+        There is one alternative for each way to write the begin text (`_spellings`). Free text
+        before the tag and the begin text can thus form one terminal.
         """
         begin = form["begin"]
         end = form["end"]
@@ -296,8 +297,8 @@ class _Lowering:
         name = parts[0][0]
         token = _special_piece(f"<[{self._special[name]}]>")
         if len(parts) > 1 and not parts[1][1]:
-            # The name and the text after it form one piece. Free text before the tag ends at the
-            # tag's trigger, which may be longer than the name.
+            # Join the name and the text after it. Free text before the tag ends at the tag's
+            # trigger, which must be in one piece and may be longer than the name.
             return [[constant(name + parts[1][0]), *pieces[2:]], [token, *pieces[1:]]]
         return [[constant(name), *pieces[1:]], [token, *pieces[1:]]]
 
@@ -314,8 +315,8 @@ class _Lowering:
         tag = self.joiner.named(self._choose(tags, "tags_with_separator"))
         pieces = [tag]
         if before:
-            # The text before the tags becomes a part of the first tag, because it may distinguish
-            # the tag from free text.
+            # Write the text at the beginning of each tag that can come first. If free text is an
+            # alternative, both texts together may be needed to distinguish the tag from it.
             first = [[constant(before), *pieces] for pieces in tags]
             pieces = [self._choose(first, "tags_with_separator")]
         if not form["stop_after_first"]:
@@ -371,8 +372,9 @@ class _Lowering:
         `free` is the piece of the free text, and `name` is the type of the format.
         """
         following = [self.joiner.sequence([free, *part]) for part in parts]
-        # Each repetition begins with free text, and free text also follows the last repetition. The
-        # lexer distinguishes the two by the trigger after the free text.
+        # All alternatives begin with the same free text, so their beginnings are not checked. Free
+        # text also follows the last repetition. The lexer recognizes a repetition by the trigger
+        # after the free text.
         either = self.joiner.alternatives(following, name, check=False)
         if either.terminal:
             return Piece(f"({either.text})*", name)

@@ -19,7 +19,8 @@ __all__ = ["Joiner", "Piece", "check_boundary", "constant", "overlap"]
 
 _UNSEEN = "LLGuidance cannot see where"
 _NUMBER_CHARACTERS = frozenset("0123456789.eE+-")
-#: Length up to which an expression is copied instead of being defined as a terminal or rule.
+#: Length up to which `Joiner.named` does not replace an expression with the name of a terminal or
+#: rule.
 _MAX_COPIED = 20
 
 
@@ -38,7 +39,7 @@ class Piece:
         expressions for rules.
     closed
         Whether it is known how a match can be extended to a longer match: only with a text that
-        begins as one in `more` does or, if the piece is `numeric`, with digits.
+        begins with one of the texts in `more` or, if the piece is `numeric`, with digits.
     starts
         Texts with which the matches start: each match that is not empty starts with one of them.
         None if they are not known.
@@ -142,13 +143,14 @@ class Joiner:
         return self._names[key]
 
     def reference(self, piece: Piece) -> str:
-        """Return an expression that matches a piece and can be used in a rule."""
+        """Return the expression for a piece in a rule; define a terminal if the piece needs one."""
         return self.define(piece.text, terminal=True) if piece.terminal else piece.text
 
     def named(self, piece: Piece) -> Piece:
-        """Return the same piece with a short expression, for a piece that is used several times.
+        """Return the same piece; if its expression is long, define it and use its name instead.
 
-        Nested formats would otherwise double the size of the grammar at each level.
+        Call this for a piece that is used several times. Nested formats would otherwise double the
+        size of the grammar at each level.
         """
         if len(piece.text) <= _MAX_COPIED:
             return piece
@@ -193,7 +195,11 @@ class Joiner:
         )
 
     def _groups(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Join adjacent terminals if the lexer can see where the joined terminal ends."""
+        """Join adjacent terminals into one.
+
+        If the lexer could not see where it ends, repetitions in it become rules instead
+        (`Piece.repeated`).
+        """
         groups: list[Piece] = []
         for terminal, run in itertools.groupby(pieces, lambda piece: piece.terminal):
             parts = list(run)
@@ -279,9 +285,10 @@ class Joiner:
 
 
 def _split_repetitions(parts: Sequence[Piece]) -> list[Piece]:
-    """Join terminals into one, except that repetitions at the end become rules if possible.
+    """Join terminals into one, but use rules for repetitions at the end, if possible.
 
-    A rule is preferred because its field `more` says which texts may continue a match.
+    A rule (`Piece.repeated`) is preferred because its field `more` says which texts may continue a
+    match. Rules are possible if the lexer sees where the terminal before them ends.
     """
     front = list(parts)
     rules: list[Piece] = []
@@ -299,8 +306,8 @@ def _starts(pieces: Sequence[Piece]) -> frozenset[str] | None:
 
     Several tags can begin with the same token or text, so the returned texts include the start of
     the next piece, which distinguishes the tags. If the first piece is a text, only one character
-    of the next piece is included: if a longer terminal also continues with this character, the
-    greedy lexer reads that terminal, whatever follows.
+    of the next piece is included. Later characters cannot distinguish the tags: if a longer
+    terminal matches the text and this character, the greedy lexer continues with that terminal.
     """
     first = pieces[0]
     if len(pieces) == 1:

@@ -72,11 +72,12 @@ def _has_free_text(form: Format) -> bool:
 
 
 def _ends_early(ends: Sequence[str]) -> str:
-    """Return one of `ends` whose occurrence can hide an earlier end; empty if there is none.
+    """Return one of `ends` within which an earlier end can be complete; empty if there is none.
 
     `ends` are the texts that can end a tag's free text. XGrammar allows free text that contains
-    none of them, followed by one of them. It does not notice an earlier end that begins in the free
-    text and ends within the final end, or that is a part of the final end.
+    none of them, followed by one of them. It therefore misses an earlier end that begins in the
+    free text and is complete within the end that follows, or that is a part of the end that
+    follows.
     """
     for end in ends:
         for length in range(1, len(end)):
@@ -98,8 +99,8 @@ def _other_starts(texts: Iterable[str]) -> str:
         following.setdefault(text[0], []).append(text[1:])
     if not following:
         return "[\\s\\S]*"
-    # There are three kinds of texts that begin with none of `texts`: the empty text, texts whose
-    # first character begins none of `texts`, and texts that differ after a common first character.
+    # A text begins with none of `texts` if it is empty, if its first character begins none of them,
+    # or if its rest begins with none of the rests of those with the same first character.
     options = [f"[^{''.join(map(_escape, following))}][\\s\\S]*"]
     options += [f"{_escape(char)}{_other_starts(rest)}" for char, rest in following.items()]
     return f"({'|'.join(options)})?"

@@ -140,9 +140,9 @@ class ChildProcess:
     def call(self, call: Call, limit: float | TimeLimit = TIMEOUT_S) -> Any:
         """Run a call in the process and return its result.
 
-        The process is started if it is not running. If other threads have calls under way in this
-        process, this call first waits for their end. If the process dies or is stopped by a signal,
-        the call is repeated in a new process.
+        The process is started if it is not running. If calls of other threads are under way in the
+        process, this call first waits for their end. If the process ends or is stopped by a signal
+        before it has returned a result, the call is repeated in a new process, at most twice.
 
         Parameters
         ----------
@@ -150,7 +150,8 @@ class ChildProcess:
             The function and its arguments.
         limit
             Time limit of the call in seconds, or a limit that several calls share. The time in
-            which the process waits for a processor does not count. See `usage`.
+            which the process waits for a processor does not count; see
+            `graft.native.children.usage`.
 
         Raises
         ------
@@ -162,8 +163,8 @@ class ChildProcess:
             A process could not be started, or the processes that ran the call crashed, were killed,
             stopped or got no processor time.
         ChildLost
-            The process exited or ran out of memory, or the function raised an exception
-            that is not a `Refusal`.
+            Each process that ran the call exited, the call ran out of memory, or the function
+            raised an exception that is not a `Refusal`.
         """
         _reap_dead()
         time_limit = limit if isinstance(limit, TimeLimit) else TimeLimit(limit)

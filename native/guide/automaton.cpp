@@ -353,7 +353,8 @@ class Determinizer {
   }
 
   // Stores in `set_`, sorted, the states that can be reached from `pending_` by edges without a
-  // byte. States that have only such edges are left out. Empties `pending_`.
+  // byte. States that have only such edges are left out, except the accepting state. Empties
+  // `pending_`.
   void close() {
     ++mark_;
     set_.clear();

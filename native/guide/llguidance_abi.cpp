@@ -11,8 +11,8 @@
 //    voluntary context switches in 24,000 fills; 2 to 8 with two separately compiled grammars).
 //    LLGuidance builds lexer states on demand, and a copy does not see the lexer states that
 //    another copy has built. Grammar::reuse() therefore resets a finished matcher and makes later
-//    copies from it, provided that the mask of the start state replaces the matcher's cached mask
-//    (invariant 5).
+//    copies from it, but only if it can replace the mask that the matcher caches with the mask of
+//    the start state (invariant 5).
 // 4. An illegal token puts LLGuidance into a permanent error state, so each token is validated
 //    first. LLGuidance never consumes a stop token: LLGuidanceMatcher itself tracks termination.
 //    LLGuidance's own end-of-text token is an id after the vocabulary, so that a grammar can name a
@@ -21,11 +21,11 @@
 // 5. LLGuidance caches the last mask and returns it again for a state whose parser row and lexer
 //    state have the same numbers. In release 1.9.1, rollback does not invalidate this cache. If
 //    other tokens are accepted after a rollback, a new parser row can have the number of an undone
-//    row, and LLGuidance may return the mask of the undone row. This cannot happen in states on the
-//    path of tokens to the state of the cached mask, because equal row numbers mean the same row
-//    there. On a path that forks off before that state, a mask that equals the cached one may be
-//    wrong. The matcher then computes a mask at or before the fork, which replaces the cached mask,
-//    and computes the mask in question again.
+//    row, and LLGuidance may return the mask of the undone row. This cannot happen in a state on
+//    the path of tokens to the state of the cached mask, because equal row numbers mean the same
+//    row on this path. On a path that forks off from it, a computed mask that equals the cached one
+//    may be wrong. The matcher then computes a mask at or before the fork, which replaces the
+//    cached mask, and computes the suspect mask again.
 //    If the grammar has ended, LLGuidance does not cache the mask that it computes. A mask that
 //    allows a token with text is certainly cached, because the grammar has not ended. After any
 //    other mask, it is not known whether LLGuidance has cached this mask or still has the previous
@@ -217,8 +217,8 @@ class Tokenizer {
 
   const void* get() const { return tokenizer_; }
   int64_t vocab_size() const { return vocab_size_; }
-  // Returns whether a mask allows an id with text that is not a stop id. LLGuidance caches each
-  // such mask when it computes the mask (invariant 5 of this file).
+  // Returns whether a mask allows an id that has text and is not a stop id. If it does, LLGuidance
+  // has certainly cached the mask when it computed the mask (invariant 5 of this file).
   bool allows_text(const uint32_t* mask) const noexcept {
     for (size_t w = 0; w < text_.size(); ++w) {
       if ((mask[w] & text_[w]) != 0) return true;
@@ -450,8 +450,8 @@ class LLGuidanceMatcher final : public NativeMatcher {
     const auto* ids = reinterpret_cast<const uint32_t*>(tokens);
     size_t size = 0;
     while (size < static_cast<size_t>(count) && is_text(tokens[size])) ++size;
-    // If LLGuidance has the mask of this state, or tokens of `path_` are undone, accept() is
-    // faster.
+    // If LLGuidance has the mask of this state, or if tokens of `path_` are undone, single calls of
+    // accept() are faster, and accept_all() makes these calls after a result of 0.
     if (size < 2 || terminated_ || dead_ || size_ < path_.size()) return 0;
     if (live_size_ != size_ || api.get_mask(live_.get()) != nullptr) return 0;
     const int32_t valid = api.validate(live_.get(), ids, size);
@@ -533,10 +533,10 @@ class LLGuidanceMatcher final : public NativeMatcher {
     return Outcome::kYes;
   }
 
-  // Makes LLGuidance cache the mask after the first `back` or fewer tokens (invariant 5 of this
-  // file). Rolls the matcher back to its first `back` tokens and computes the mask there, then goes
-  // back one token at a time until a mask is certainly cached. After kMaxTries masks without
-  // success, `live_` becomes a new copy of the start state.
+  // Makes LLGuidance cache the mask of the state after the first `back` tokens, or of an earlier
+  // state (invariant 5 of this file). Rolls the matcher back to the first `back` tokens and
+  // computes the mask, then goes back one token at a time until a mask is certainly cached. After
+  // kMaxTries masks without success, `live_` becomes a new copy of the start state.
   Outcome replace_cached_mask(size_t back, ErrorText* error) noexcept {
     for (size_t tries = kMaxTries; tries-- > 0;) {
       ComputedMask computed;

@@ -424,7 +424,8 @@ class MarkedMatcher final : public NativeMatcher {
  private:
   static constexpr int64_t kHistory = 64;
 
-  // Accepts a token while the tokens so far can become the opening (invariant 5 of this file).
+  // Accepts a token while it is not yet known whether the output begins with the marker's opening
+  // text (invariant 5 of this file).
   Outcome accept_opening(int32_t token, ErrorText* error) noexcept {
     if (token < 0 || token >= marker_->vocab_size()) return Outcome::kNo;
     Marker::OpeningStep step{Marker::Opening::kNone, 0, false};

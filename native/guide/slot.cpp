@@ -139,8 +139,8 @@ void OrderServer::commit(SlotWork& work) const noexcept {
   work.tally[count::terminations] += 1;
   work.ended = true;
   // The device normally ends the request at the stop id. If this id is not among the stop ids on
-  // the device, the device continues with row 0 in the next round. The state of row 0 then ends the
-  // request. Otherwise, the request would wait for the row forever.
+  // the device, the device continues with row 0 in the next round. The state ROW_DEAD_END then ends
+  // the request, which would otherwise wait for the row forever.
   set_row(work, 0, ROW_DEAD_END);
 }
 
@@ -254,7 +254,8 @@ void OrderServer::probe_chain(SlotWork& work) const noexcept {
 
 // Finds the legal candidates for level j of the tree: up to `branch` children of each node of the
 // level before. While the device grows the tree level by level, the nodes have other numbers than
-// in the final tree. `closed` uses the current numbers, so it is reset at the end.
+// in the final tree. The bits of `closed`, which mark drafts that no token may follow, use the
+// current numbers, so they are cleared at the end.
 void OrderServer::probe_tree(SlotWork& work) const noexcept {
   const Order& order = work.order;
   const int branch = exchange_.layout.branch;
@@ -286,9 +287,9 @@ void OrderServer::probe_tree(SlotWork& work) const noexcept {
 // 2604.12989). The probability of a node is the product of the probabilities of the tokens on its
 // path. The probability of a token is divided by the total probability of those candidates after
 // its parent that have not been rejected. Each node has a next candidate. The matcher tests the
-// most likely one of these until there are `j` drafts or the maximum number of tests is reached. Of
-// equally likely candidates, the one of the node with the smallest number is tested first. The
-// matcher returns to node 0.
+// most likely one of these until there are Order::j drafts or the maximum number of tests is
+// reached. Of equally likely candidates, the one of the node with the smallest number is tested
+// first. The matcher returns to node 0.
 void OrderServer::probe_lattice(SlotWork& work) const noexcept {
   struct Node {
     double score;              // probability of the node

@@ -241,8 +241,8 @@ class OrderServer {
 
   void serve(SlotWork& work) const noexcept;
   void fail(SlotWork& work) const noexcept;
-  // Fails the slot if its work order has reached the limit of processor time. Returns whether the
-  // thread may continue to serve the order. Call this function on the thread that serves the order.
+  // Fails the slot if its work order has used up its processor time (Usage::cpu_limit). Returns
+  // whether the thread may continue to serve the order. Call this function on that thread.
   bool check_time(SlotWork& work) const noexcept;
   void invalidate_rows(SlotWork& work) const noexcept;
 

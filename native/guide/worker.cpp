@@ -27,7 +27,7 @@ struct Memory {
   int64_t faults = 0;
 };
 
-// Reads the two values. `statm` is a descriptor of /proc/self/statm. Allocates nothing.
+// Reads both members of Memory. `statm` is a descriptor of /proc/self/statm. Allocates nothing.
 Memory memory_of_thread(int statm) noexcept {
   Memory memory;
   char text[128] = {};
@@ -391,9 +391,9 @@ void Worker::read_commit(Slot& slot, bool idle, int64_t latest) noexcept {
   const int32_t count = committed->count;
   const bool is_valid = replay <= latest;
   if (idle && slot.work.ended) {
-    // The slot has failed, but the device could still use its rows that were stamped before and has
-    // moved on. Stamp the error again at the device's new position, because the device ignores rows
-    // of other positions.
+    // The slot has failed, but the device has committed more tokens, because it could still use
+    // rows that were stamped before the failure. Stamp the error again at the device's new
+    // position, because the device ignores rows of other positions.
     if (assignment.stamped[0] == ROW_ERROR && is_valid && count > 0) {
       assignment.committed_replay = replay;
       assignment.position += count;

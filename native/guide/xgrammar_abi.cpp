@@ -219,8 +219,8 @@ class XGrammarMatcher final : public NativeMatcher {
     any.pointer = &tensor;
     Any arguments[4] = {self(handle_), any, integer(0), integer(0, kBool)};
     if (call(api.fill, arguments, 4, error) == Outcome::kFailed) return Filled::kFailed;
-    // XGrammar also sets bits beyond the vocabulary and the bits of stop ids of other requests.
-    // These bits are cleared here.
+    // XGrammar also sets bits beyond the vocabulary, and bits of stop ids that this request does
+    // not have. Clear these bits.
     for (const int32_t w : partial_) row[w] &= static_cast<int32_t>(acceptable_[w]);
     if (const uint32_t* follows = following(); follows != nullptr) {
       for (int64_t w = 0; w < words; ++w) row[w] &= static_cast<int32_t>(follows[w]);
@@ -253,7 +253,8 @@ class XGrammarMatcher final : public NativeMatcher {
     return follows_ + after_lead_.back().lead * words_;
   }
 
-  // The text of the first `size` accepted tokens ends with lead number `lead`.
+  // The text of the first `size` accepted tokens ends with lead number `lead`, a first byte of a
+  // character (see the constructor).
   struct AfterLead {
     int64_t size;
     int32_t lead;

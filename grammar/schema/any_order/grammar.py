@@ -117,9 +117,9 @@ def _locate(schema: Any, errors: list[NoExactForm], prefix: str) -> Reasons:
 
 
 def _size_of_cause(part: SchemaObject, error: NoExactForm) -> int:
-    """Return a number that is larger the more likely a subschema is to have caused an error.
+    """Return a score of a subschema: the larger it is, the likelier the subschema caused an error.
 
-    The number is the length of the list or dict that is the value of the error's keyword. For
+    The score is the length of the list or dict that is the value of the error's keyword. For
     ``$ref``, it is 1 if the explanation of the error contains the reference, and 0 otherwise.
     """
     value = part.get(error.keyword)
@@ -382,9 +382,9 @@ class _RuleBuilder:
         if patterns:
             why = "keys with characters that JSON escapes are not produced"
             self.excluded.append(NoExactForm("patternProperties", why))
-        # There is a group of keys for each pattern, and one for the keys that match no pattern. A
-        # group consists of the beginning of the Lark expression for the keys, the literals and
-        # patterns that the expression excludes, and the schemas of the values.
+        # One element for the keys of each pattern, and one for the keys that match no pattern: the
+        # beginning of the Lark expression for the keys, the literals and patterns that the keys
+        # must not match, and the schemas of the values.
         groups: list[tuple[str, list[str], Conjuncts]] = []
         for pattern, schemas in zip(patterns, shape.patterns.values(), strict=True):
             groups.append((f"{pattern} & ", names, schemas))

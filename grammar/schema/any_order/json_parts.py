@@ -23,8 +23,8 @@ from graft.grammar.spec import Whitespace
 
 __all__ = ["KNOWN", "JsonParts"]
 
-#: Keywords that the schema of a JSON part may have, besides ``$ref``, ``anyOf``, ``allOf`` and
-#: ``oneOf``.
+#: Keywords that a schema in a ``%json`` expression may have, besides ``$ref``, ``anyOf``, ``allOf``
+#: and ``oneOf``.
 KNOWN = (
     OBJECTS
     | ARRAYS
@@ -236,7 +236,7 @@ def _conjunction(schemas: list[SchemaObject], types: frozenset[str] | None) -> S
 
 
 def _remove_irrelevant_keywords(schemas: list[SchemaObject], types: frozenset[str]) -> None:
-    """Remove object keywords if no value is an object, and array keywords if none is an array."""
+    """Remove the object keywords if `types` lacks ``object``, and the array keywords likewise."""
     irrelevant: set[str] = set()
     if "object" not in types:
         irrelevant |= OBJECTS

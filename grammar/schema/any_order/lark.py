@@ -161,9 +161,9 @@ def object_rules(name: str, pairs: Pairs) -> dict[str, str]:
 
     `name` is the name of the object's rule, and the names of the other rules begin with it.
     Consecutive pairs with keys that the schema does not name form a run. Only a named key or the
-    end of the object may follow a run, so that the grammar is unambiguous. Each pair is followed by
-    a rule for the rest of the object with the closing brace. The parser then does not have to
-    complete a rule at the end of each pair.
+    end of the object may follow a run, so that the grammar is unambiguous. One rule matches the
+    whole rest of the object after a pair, including the closing brace, so that the parser does not
+    have to complete a rule at the end of each pair.
     """
     count = len(pairs.names)
     required = pairs.required

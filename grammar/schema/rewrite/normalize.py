@@ -86,7 +86,7 @@ def normalize(
 
 
 def _remove_idle_contains(part: SchemaObject) -> None:
-    """Remove ``contains`` if it has no effect, and its bounds if there is no ``contains``."""
+    """Remove ``contains`` if it has no effect. Without it, remove its bounds, too."""
     if part.get("minContains") == 0 and "maxContains" not in part:
         part.pop("contains", None)
     if "contains" not in part:

@@ -25,7 +25,8 @@ _MAX_EXACT = 1 << 53
 _MAX_INTEGER = (1 << 63) - 1  # largest number in LLGuidance's patterns of numbers
 _LARGEST_DOUBLE = (1 << 63) - 1024  # largest double below 2**63
 _LARGEST = "9.22e18"
-#: If a lower bound is at least this large, LLGuidance needs an upper bound, too.
+#: If a lower bound is at least this large, LLGuidance needs an upper bound, too, which
+#: `_within_64_bits` adds. An upper bound of at most the negative value needs a lower bound.
 _MANY_DIGITS = 10**18
 _DOUBLE_DIGITS = 15
 _MAX_EXPONENT = 300  # LLGuidance is assumed to read numbers with a larger exponent inexactly
@@ -84,7 +85,7 @@ class Numbers:
                 self._bounds |= _named_numbers(part)
 
     def values(self, values: list[Any]) -> list[Any]:
-        """Return the values of an ``enum`` that LLGuidance allows exactly as they are."""
+        """Return the values of an ``enum`` that LLGuidance allows without changing a number."""
         return [value for value in values if self._is_written_exactly(value)]
 
     def restrict(self, schema: SchemaObject, types: JsonTypes) -> Restricted:
@@ -178,8 +179,10 @@ class Numbers:
         if low and high and low.value > high.value:
             return Restricted({}, {}, empty=True)
         low, high = _within_64_bits(low, high, is_integer, narrowed)
-        # LLGuidance allows multiples of 0.25 with two decimals. Near a fractional bound, and
-        # between -1 and 0, it may allow one decimal only, so that some multiples are missing.
+        # A multiple of 0.25 has up to two decimals. Near a fractional bound, and between -1 and 0,
+        # LLGuidance may allow only one decimal, and would then exclude some multiples. If a bound
+        # is fractional and there are few multiples between the bounds, an enum lists them.
+        # Otherwise, the bounds are replaced with whole numbers.
         is_split = any(bound.value.denominator > 1 for bound in (low, high) if bound)
         is_listed = low and high and high.value - low.value < _MAX_MULTIPLES * step
         if not _is_power_of_ten(step) and not (is_split and is_listed):
@@ -215,9 +218,10 @@ class Numbers:
         return sign * bound.value >= 0 and self._gap(bound, sign) < 1
 
     def _gap(self, bound: _Bound, sign: int) -> Fraction:
-        """Return the distance from a bound to the nearest of `_bounds` that the bound allows.
+        """Return the distance from a bound to the nearest other bound that it allows.
 
-        Return 1 if there is none. `sign` is 1 for lower bounds and -1 for upper bounds.
+        The other bounds are those with which LLGuidance may combine it (`_bounds`). Return 1 if
+        there is none. `sign` is 1 for lower bounds and -1 for upper bounds.
         """
         distances = [sign * (value - bound.value) for value in self._bounds]
         return min((distance for distance in distances if distance > 0), default=Fraction(1))
@@ -244,8 +248,9 @@ class Numbers:
             near = (sign * value for value in (-_SMALLEST, 0.0, _SMALLEST))
             found = sign * min(value for value in near if value > sign * bound.value)
         while True:
-            # LLGuidance's patterns of integers use the value of the double. Its patterns of other
-            # numbers use the shortest decimal form of the double.
+            # `read` contains the values that LLGuidance may use for the bound `found`. Its patterns
+            # of integers use the value of the double. Its patterns of other numbers use the
+            # shortest decimal form of the double.
             read = [Fraction(found)] if is_integer else [Fraction(found), _exact(found)]
             inside = [sign * (value - bound.value) for value in read]
             is_inside = min(inside) > 0 or (min(inside) == 0 and not bound.strict)
@@ -274,7 +279,7 @@ class Numbers:
         return _Bound(value, False, bound.keyword)
 
     def _is_written_exactly(self, value: Any) -> bool:
-        """Return whether LLGuidance allows a value of an ``enum`` exactly as it is."""
+        """Return whether LLGuidance allows a value of an ``enum`` without changing a number."""
         if isinstance(value, list):
             return all(map(self._is_written_exactly, value))
         if isinstance(value, dict):

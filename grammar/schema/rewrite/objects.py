@@ -154,9 +154,9 @@ def _name_pattern(names: Any, excluded: Collection[str] = ()) -> str:
 def property_count(schema: SchemaObject) -> tuple[list[Any] | None, bool]:
     """Return schemas whose union is equivalent to ``minProperties`` and ``maxProperties``.
 
-    There is one schema for each set of optional properties that may be present together. The list
-    is empty if the bounds always hold. It is None if no listed property is optional; the two
-    keywords can then be kept.
+    There is one schema for each set of optional properties that may be present together. An empty
+    list means that the bounds always hold, so no schema is needed. None means that no listed
+    property is optional, so the two keywords can be kept.
 
     The second result is True if the schemas exclude valid objects. An output may repeat a name that
     is not listed in ``properties``, so the schemas count at most one unlisted property. Raise

@@ -141,8 +141,8 @@ class Rewriter:
     def rewrite_document(self, root: SchemaObject) -> SchemaObject:
         """Rewrite the document, and add copies of reference targets to its definitions."""
         new: SchemaObject = self.rewrite(root, "#", JSON_TYPES)
-        # The list grows during the loop: the copy of a target may contain references to further
-        # targets.
+        # `_aliased_pointers` grows during the loop: the copy of a target may contain references to
+        # further targets.
         for pointer in self._aliased_pointers:
             target = self.references.resolve(f"#{pointer}")
             copy = self.rewrite(target, f"#{pointer}", JSON_TYPES)
@@ -151,7 +151,7 @@ class Rewriter:
         return new
 
     def origins(self) -> dict[str, str]:
-        """Return a dict from the pointer of each added definition to that of its original."""
+        """Return the pointers of the originals of the added definitions, by definition pointer."""
         keyword = self._definitions_keyword
         return {f"/{keyword}/{name}": pointer for pointer, name in self._aliases.items()}
 

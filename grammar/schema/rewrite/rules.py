@@ -47,7 +47,7 @@ _NARROWED_FORMATS = {
 #: are combined with each option.
 _NOT_ABOUT_VALUES = word_set("oneOf $schema $id id $defs definitions")
 
-#: Keywords that a schema may have if its ``enum`` lists all its values.
+#: If a schema has only these keywords, its ``enum`` lists all values that it can allow.
 _PLAIN = word_set("type enum const title description default examples $comment")
 _MAX_OVERLAPS = 40
 #: For arrays and objects: the keyword for the schema of all elements, and the keyword for the
@@ -64,9 +64,9 @@ def _one_of(rewriter: Rewriter, value: Any, site: Site) -> None:
     for index, part in enumerate(value):
         option = rewriter.rewrite(part, f"{site.at}/oneOf/{index}", site.types)
         rewritten.append(option)
-    # A value that two original options allow is invalid, even if rewriting has excluded it from one
-    # of them. If rewriting has excluded any values, overlaps are therefore computed from the
-    # original options.
+    # A value that two original options of the ``oneOf`` allow is invalid, even if rewriting has
+    # excluded it from one of them. If rewriting has excluded any values, overlaps are therefore
+    # computed from the original options.
     complete = rewritten if len(rewriter.narrowed) == narrowed_before else value
     base = {key: site.out[key] for key in site.out if key not in _NOT_ABOUT_VALUES}
     overlaps = _overlaps(rewriter, complete, base)
@@ -190,10 +190,11 @@ def _exclude(
 
 
 def _exclude_empty(rewriter: Rewriter, one: Any, other: Any) -> SchemaObject | None:
-    """Return a schema that excludes ``[]`` or ``{}`` if no other value satisfies both schemas.
+    """Return a schema that excludes the empty value if only this value satisfies both schemas.
 
-    The function recognizes this case if both schemas describe arrays, or both describe objects,
-    with disjoint schemas for their elements. In all other cases, the function returns None.
+    The empty value is ``[]`` if both schemas describe arrays, and ``{}`` if both describe objects.
+    No other value satisfies both if their schemas for the elements are disjoint. Return None if the
+    function cannot prove this.
     """
     one = rewriter.references.follow(one)
     other = rewriter.references.follow(other)
@@ -212,9 +213,10 @@ def _exclude_empty(rewriter: Rewriter, one: Any, other: Any) -> SchemaObject | N
 
 
 def _require(rewriter: Rewriter, schema: Any, site: Site, keyword: str) -> None:
-    """Replace a keyword of a subschema with the requirement that values satisfy `schema`.
+    """Require that the values of a subschema satisfy `schema`.
 
-    `schema` is rewritten first, because it may contain keywords that have rules.
+    This requirement replaces the keyword `keyword`. `schema` is rewritten first, because it may
+    contain keywords that have rules.
     """
     pointer = f"{site.at}/{keyword}"
     new_schema = rewriter.rewrite_exactly(schema, pointer, site.types)

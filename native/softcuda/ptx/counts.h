@@ -100,7 +100,8 @@ class LaunchCounts {
 // The handler of all instructions of a kernel whose instructions are counted. It calls the
 // instruction's own handler.
 HandlerFunction count_instruction;
-// Lets other workers continue after a signal has ended the blocks that the calling thread ran.
+// Called after a signal has ended the blocks that the calling thread ran. Lets the workers continue
+// that wait until these blocks have been counted.
 void abandon_counts();
 
 }  // namespace ptx
