@@ -192,6 +192,8 @@ def test_failed_graph_build_releases_resources(
 
 
 FORKED = """
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # of os.fork, from Python 3.12 on
 calls = []
 graph = Graph(device, "forked")
 graph.lane("main").host(lambda: calls.append(1))
