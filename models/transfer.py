@@ -183,8 +183,8 @@ class SharedMemory(Transfer):
 
 
 def _open_nonblocking(path: str, _flags: int) -> int:
-    # If the data has been freed, the sender may have reused the file descriptor for a pipe. Without
-    # O_NONBLOCK, opening a pipe could block.
+    # `path` names a file descriptor of the sender. If the sender has freed the data, the descriptor
+    # may now belong to a pipe. Without O_NONBLOCK, opening a pipe could block.
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
 

@@ -114,7 +114,7 @@ class PrefixCache:
         return [self._cached[key] for key in found]
 
     def insert(self, slot: int, tokens: Sequence[int]) -> None:
-        """Cache the full pages of a slot. `tokens` are the tokens of the request in the slot.
+        """Add the full pages of a slot to the cache. `tokens` are the tokens of the slot's request.
 
         The caller must already have enqueued the work that writes the KV-cache entries of all these
         tokens except the last one.
@@ -130,7 +130,7 @@ class PrefixCache:
     def insert_migrated(
         self, keys: Sequence[bytes], write: Callable[[list[PageGroup], list[int]], object]
     ) -> None:
-        """Cache pages that another engine has sent. `keys` are the keys of these pages in order.
+        """Add the pages of a migrated request to the cache. `keys` are their keys in order.
 
         Unused pages are evicted to make free pages for them. If there are still too few free pages,
         only the first of the migrated pages are cached.
@@ -197,7 +197,7 @@ class PrefixCache:
         return found
 
     def _insert(self, pages: Sequence[tuple[bytes, PageGroup]]) -> None:
-        """Cache pages, and evict the least recently used ones if there are too many.
+        """Add pages to the cache, and evict the least recently used ones if there are too many.
 
         The first page becomes the most recently used one, because the others cannot be found
         without it.

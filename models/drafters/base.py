@@ -50,7 +50,7 @@ class TreeShape:
         Maximum number of children of a node; 1 for a chain.
     paths
         Paths from the root that make up a tree of fixed shape, in the form of `TreePlan`. Empty
-        for a chain and for a tree that grows by score.
+        for a chain, and for a tree whose nodes are chosen by their scores.
     """
 
     nodes: int
@@ -62,8 +62,9 @@ class TreeShape:
     def by_level(drafts: int, tree: TreePlan | None = None) -> TreeShape:
         """Return the shape for a drafter that makes its drafts level by level.
 
-        `drafts` is the number of drafts of a chain (`tree` is None) or of a tree that grows by
-        score. It is not used for a tree of fixed shape, whose paths determine the number of drafts.
+        `drafts` is the number of drafts of a chain (`tree` is None), or of a tree whose nodes are
+        chosen by their scores. It is not used for a tree of fixed shape, whose paths determine the
+        number of drafts.
         """
         plan = tree or TreePlan(1, drafts)
         if plan.paths:

@@ -119,7 +119,7 @@ class BlockDrafter(Drafter):
     def _adjust_level(
         self, lane: Lane, feed: Feed, level: int, logits: DeviceArray, previous: DeviceArray
     ) -> None:
-        """Add the kernels that change the logits of a level, in place, by the previous drafts.
+        """Add the kernels that adjust the logits of a level, in place, to the previous drafts.
 
         `previous` contains the token before each row or, in a tree, before each node. The method is
         called only if the drafter does not set `logits_at_once`.
@@ -223,7 +223,7 @@ class BlockDrafter(Drafter):
         return logits
 
     def _write_context(self, lane: Lane, rows: Rows, features: DeviceArray | None) -> None:
-        """Cache the keys and values of committed positions, computed from `features`."""
+        """Write keys and values of committed positions, computed from `features`, to the cache."""
         if features is None:
             raise DrafterError(
                 "a block drafter needs features of the target: pass them to prefill and start"

@@ -150,8 +150,9 @@ class _Convolutions:
 class _Selector:
     """Candidate selector: chooses the most likely ids of each row and scores them.
 
-    There are at most `rows` rows, over all levels and requests, and at most `nodes` nodes of one
-    level. In a tree, several nodes use the logits of the same row.
+    `rows` is the maximum number of rows of all levels, and `nodes` the maximum number of draft
+    nodes of one level, each for all requests together. In a tree, several nodes use the logits of
+    the same row.
     """
 
     def __init__(

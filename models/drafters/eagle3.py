@@ -154,8 +154,8 @@ class Eagle3Head:
         Parameters
         ----------
         rows
-            Entries of the head. ``pos`` is the position i of an entry and ``token`` is the NEXT
-            token, t_{i+1}.
+            Entries of the head's KV cache to compute: ``pos`` is the position i of an entry, and
+            ``token`` is the NEXT token, t_{i+1}.
         features
             float32[R, 3 * target_hidden], target features of token i: the outputs of a low, a
             middle and a high layer, concatenated.

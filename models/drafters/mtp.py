@@ -147,10 +147,9 @@ class Mtp(Drafter):
         if feed.branch > 1:
             return self._tree_step(lane, feed, level)
         j = level if self._several else 0
-        # If there are several modules, module j must compute its hidden states h_i for i = n - j ..
-        # n - 1, where n is the position of the last committed token. They depend on drafts, so they
-        # were not computed for the committed tokens. A single module processes only this level's
-        # draft.
+        # If there are several modules, module j computes its hidden states of positions n - j ..
+        # n - 1 here, where n is the position of the last committed token. They depend on drafts, so
+        # `start` could not compute them. A single module processes only this level's draft.
         for back in reversed(range(max(j, 1))):
             rows = feed.drafts(lane, level - back, -j)
             self._run(lane, j, rows, self._last_hidden[back][: feed.batch])
@@ -178,9 +177,10 @@ class Mtp(Drafter):
     ) -> None:
         """Run all modules for committed tokens.
 
-        The position in `rows` of token i + 1 is i. For row r, module j computes the hidden state of
-        position pos[r] - j. `features` float32[R, hidden] is the output of the target's last layer.
-        `last` int32[B] is the row of the last token of each request; None during prefill.
+        `rows` has each committed token at the position of the token before it. For row r, module j
+        computes the hidden state of position pos[r] - j. `features` float32[R, hidden] is the
+        output of the target's last layer. `last` int32[B] is the row of the last token of each
+        request; None during prefill.
         """
         if features is None:
             raise DrafterError(

@@ -361,9 +361,10 @@ def _masking(drafter: Drafter, draft_masking: str) -> str:
 
 
 def _num_candidates(masking: str, drafter: Drafter) -> int:
-    """Return how many of the drafter's best ids the grammar tests per draft, node or level.
+    """Return how many of the drafter's best ids the grammar tests; 0 if drafts are not probed.
 
-    Return 0 if the drafts are not probed.
+    With "probe", it is the number for each draft of a chain or each node of a tree; with
+    "lattice-probe", it is the number for each level.
     """
     if masking not in ("probe", "lattice-probe") or drafter.vocab is None:
         return 0

@@ -452,7 +452,7 @@ class Engine:
             self._scheduler.outbox.claim(submission.number)
 
     def _require_scheduled(self, submissions: Iterable[_Submission]) -> None:
-        """Raise an error if all of a stream's unfinished `submissions` have left the scheduler.
+        """Raise an error if the scheduler no longer has any of a stream's unfinished `submissions`.
 
         The caller has found no events of these requests. Without this check, the stream would wait
         forever for their final events.

@@ -46,8 +46,8 @@ class Promotion:
     def start(self, state: RequestState) -> None:
         """Decide whether kernels do the grammar steps of a request, before it takes part in rounds.
 
-        If the request has no grammar, mark the mask rows of its slot as free. No replay that uses
-        the slot may be in flight.
+        If the request has no grammar, mark the mask rows of its slot as allowing every id. No
+        replay that uses the slot may be in flight.
         """
         if state.matcher is None:
             self._exchange.free_rows(state.slot, state.epoch)

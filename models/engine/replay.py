@@ -325,7 +325,10 @@ class Replays:
 
     @contextmanager
     def _renumber_errors(self, flight: ReplayInFlight) -> Iterator[None]:
-        """In errors of CPU work of the graph, replace `graph_number` of the replay by `number`."""
+        """In errors of host steps, replace the number of the replay by `ReplayInFlight.number`.
+
+        The number in an error counts only the replays of the graph (`graph_number`).
+        """
         try:
             yield
         except HostWorkError as error:
@@ -421,7 +424,7 @@ class Replays:
             self._check(flight)
 
     def _check(self, flight: ReplayInFlight) -> None:
-        """Raise the error of CPU work in a graph that failed in this or an earlier replay."""
+        """If a host step of the replay's graph has failed in any replay so far, raise its error."""
         with self._renumber_errors(flight):
             flight.graph.check()
 

@@ -489,7 +489,7 @@ class Scheduler:
             self.stats.count_round(flight.graph)
 
     def _process_row(self, state: RequestState, row: RowResult, graph: RoundGraph) -> None:
-        """Append a batch row's committed tokens to its request. If this completes it, end it."""
+        """Append a row's committed tokens to its request, and end the request if it is complete."""
         self.stats.count_row(len(row.tokens), row.tested, row.accepted)
         self._update_stall(state, row)
         if row.tokens:

@@ -40,7 +40,7 @@ class Selection(NamedTuple):
     graph
         The graph.
     served
-        Requests for which the host runs grammar steps.
+        Requests of the batch for which the host runs grammar steps (`GraphSelector.is_served`).
     max_rounds
         Maximum number of rounds that the launch runs.
     """

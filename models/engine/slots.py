@@ -192,7 +192,10 @@ class SlotManager:
         return num_cached
 
     def _prefix_hits(self, state: RequestState) -> tuple[int, int]:
-        """Return the number of cached pages of a waiting request, and how many no slot uses."""
+        """Return how many pages of a waiting request are cached.
+
+        The second number counts the pages among them that no slot uses.
+        """
         if not len(self._prefix_cache):
             return 0, 0
         if state.prefix_keys is None:
@@ -362,7 +365,7 @@ class SlotManager:
         return self._rows_left if self.running else sys.maxsize
 
     def count_completed_chunks(self) -> int:
-        """Return the number of prefill chunks that the device has completed."""
+        """Return how many prefill chunks the device has completed since the engine was created."""
         while self._chunks and self._chunks[0].is_done():
             chunk = self._chunks.popleft()
             self.prefill_scheduler.record_time(chunk.rows, chunk.elapsed_s())

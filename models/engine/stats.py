@@ -126,12 +126,12 @@ class EngineStats:
 
     @property
     def tokens_per_round(self) -> float:
-        """Mean number of tokens per row round."""
+        """Mean number of committed tokens per round of a request."""
         return _ratio(self.tokens, self.row_rounds)
 
     @property
     def acceptance_length(self) -> float:
-        """Mean number of tokens, accepted drafts plus bonus token, per row round with drafts."""
+        """Mean number of committed tokens, with the bonus token, of the `speculated_rounds`."""
         return _ratio(self.speculated_tokens, self.speculated_rounds)
 
     @property

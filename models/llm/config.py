@@ -510,7 +510,8 @@ def _head_shape(fields: Fields, hidden: int) -> dict[str, int]:
     return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
 
 
-#: Fields that can request options that graft does not implement, with the supported values.
+#: Supported values of config fields whose other values request features that graft does not
+#: implement.
 _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),

@@ -236,7 +236,7 @@ class DraftBudget:
     def expected_rates(self, bucket: int, requests: Sequence[object]) -> list[float]:
         """Return the expected number of tokens per nanosecond for each draft length."""
         probs = [self._by_request.get(request, self._overall) for request in requests]
-        # survival[i, l, j - 1] is s_j (see the class docstring) of request i for length l. For a
+        # survival[i, l, j - 1] is s_j (defined in `DraftBudget`) of request i for length l. For a
         # chain, the axis of lengths has one entry.
         survival = np.cumprod(_fill_unknown(np.stack(probs)), axis=2)
         times = self._expected_times([(bucket, length) for length in self.lengths])

@@ -51,7 +51,7 @@ class GrammarSteps:
         lane
             Grammar lane.
         num_rows
-            Number of mask rows that the round can need.
+            Maximum number of mask rows per request that the round needs.
         begun
             Mark that the model lane reaches when slots have been assigned to batch rows. Kernels
             have to wait for it, but not the guided decoder.
@@ -75,8 +75,8 @@ class GrammarSteps:
         lane
             Grammar lane, ordered after verification.
         row
-            Mask row to fill for the first draft of this round; None if no draft is sampled under a
-            mask row.
+            Mask row that constrains the first draft of this round; None if the first draft is not
+            sampled under a mask row.
         name
             Node name of the step.
         """
@@ -97,7 +97,7 @@ class GrammarSteps:
         j
             Number of the draft or level.
         rows
-            Mask rows that the step may fill and that the next drafts are sampled under.
+            Mask rows that the step may fill and that constrain the next drafts.
         name
             Node name of the step.
         """

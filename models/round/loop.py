@@ -162,8 +162,8 @@ class LoopGraph(RoundGraph):
     def _input_args(self) -> list[object]:
         """Return the arguments with which ``begin`` reads the slots in the body of the loop.
 
-        Instead of the host's input ring, the body reads a ring with one entry, whose stamp is the
-        number of the next replay of the loop.
+        Instead of the host's input ring, the body reads a ring with one entry. The stamp of this
+        entry, which says for which replay it is valid, is the number of the loop's next replay.
         """
         control = self._control
         return [control.row_slot, self.batch, control.loop[1:], 1, 1]

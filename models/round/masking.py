@@ -139,10 +139,13 @@ class DraftMasking:
         return self._levels
 
     def before_draft(self, level: int, logits: DeviceArray) -> None:
-        """Add nodes between the logits of `level` (1-based) and the sampling of its drafts."""
+        """Add the nodes that run before the drafts of a level are sampled; by default none.
+
+        Levels are numbered from 1. The model lane already computes `logits`, those of the level.
+        """
 
     def after_draft(self, level: int) -> None:
-        """Add the nodes that follow the sampling of the drafts of `level` (1-based)."""
+        """Add the nodes that run after the drafts of a level are sampled; by default none."""
 
     def wait_for_commit(self) -> None:
         """Make the model lane wait for the mask rows that the commit step fills."""
@@ -150,16 +153,20 @@ class DraftMasking:
         self._wait_for_step("wait for row 0", self.commit_name)
 
     def _add_draft_step(self, j: int, name: str, rows: range) -> None:
-        """Add the grammar step for draft `j` after the nodes that the model lane has so far.
+        """Add the grammar step for draft `j`.
 
-        `rows` are the mask rows that the step may fill and under which the next drafts are sampled.
+        The step runs after all nodes that the model lane has so far. `rows` are the mask rows that
+        the step may fill and that constrain the next drafts.
         """
         self._request_step(name)
         self._steps.add_draft(self._grammar_lane, j, rows, name=name)
         self._step_done = self._grammar_lane.record(f"{name}: done")
 
     def _request_step(self, name: str) -> None:
-        """Make the grammar lane wait for all nodes that the model lane has so far."""
+        """Make the grammar lane wait for all nodes that the model lane has so far.
+
+        `name` is the node name of the grammar step that will be added next.
+        """
         self._grammar_lane.wait(self._model_lane.record(f"{name}: requested"))
 
     def _wait_for_step(self, part: str, step: str) -> None:
@@ -171,7 +178,7 @@ class DraftMasking:
         self._stamps.end(part, step)
 
     def _end_drafter_part(self, level: int) -> None:
-        """End the timeline part of the drafter forward pass that produced the logits of `level`."""
+        """End the timed part in which the drafter computed the logits of `level`."""
         self._stamps.end("drafter extend" if level == 1 else "drafting")
 
 
@@ -184,7 +191,7 @@ class NoMasking(DraftMasking):
 
 
 class FillMasking(DraftMasking):
-    """Sample draft ``j`` under mask row ``j - 1``."""
+    """Fill a mask row for each draft before the draft is sampled: row ``j - 1`` for draft ``j``."""
 
     commit_row = 0
 
@@ -230,7 +237,8 @@ class LatticeProbeMasking(DraftMasking):
         logits = drafter.all_levels(feed)[: self._levels * feed.batch]
         sampler.chain.candidates(self._model_lane, logits, feed.row_slot, max_drafts)
         self._stamps.end("drafter extend")
-        # If drafts are tokens that the grammar forces, the step fills the row after a chain.
+        # If a chain ends early and the option `forced_drafts` is set, the step fills the mask row
+        # after the last draft, because this row may force the next token.
         rows = range(max_drafts) if feed.branch == 1 else range(0)
         self._add_draft_step(1, "lattice probe", rows)
         self._wait_for_step("wait for drafts", "lattice probe")

@@ -174,7 +174,7 @@ class RoundGraph:
     execs : tuple of GraphExec
         Executables of the definitions.
     timed : tuple of Part
-        Timed parts in order; part ``i`` is between stamps ``i`` and ``i + 1``.
+        Timed parts in order; part ``i`` is between time stamps ``i`` and ``i + 1``.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class RoundGraph:
         """
 
     def check(self) -> None:
-        """Raise the error of CPU work in the graph that failed in this or an earlier replay."""
+        """If a host step of the graph has failed in any replay so far, raise its error."""
         for executable in self.execs:
             executable.check()
 
@@ -281,10 +281,16 @@ class RoundGraph:
         self._model.wait(mark)
 
     def _start_drafting(self) -> None:
-        """Add nodes between verification and drafting. A subclass may override this method."""
+        """Add the nodes that run between verification and drafting.
+
+        This class adds none; a subclass may override the method.
+        """
 
     def _add_target_forward(self, feed: Feed) -> None:
-        """Add the target forward pass, and the nodes ``begin`` and ``open`` that precede it."""
+        """Add the kernel ``begin``, the target forward pass and the grammar step ``open``.
+
+        The step fills mask rows concurrently with the forward pass.
+        """
         resources = self.resources
         grammar = self._grammar
         self._add_begin(feed)
@@ -335,9 +341,9 @@ class RoundGraph:
         return [slots, slots.stride, stamp, stamp.stride, inputs.entries]
 
     def _before_publishing(self) -> None:
-        """Add nodes between verification and the publication of its results.
+        """Add the nodes that run between verification and the publication of its results.
 
-        A subclass may override this method.
+        This class adds none; a subclass may override the method.
         """
 
     def _add_verification(self, feed: Feed) -> None:

@@ -71,7 +71,7 @@ class Stamps:
     Attributes
     ----------
     parts : list of Part
-        Parts in order; part ``i`` is between stamps ``i`` and ``i + 1``.
+        Parts in order; part ``i`` is between time stamps ``i`` and ``i + 1``.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Stamps:
         self.parts: list[Part] = []
 
     def end(self, name: str, waits_for: str = "", last: bool = False) -> None:
-        """End the part that began at the previous stamp.
+        """End a timed part of the round, which began at the previous time stamp.
 
         Parameters
         ----------

@@ -62,17 +62,17 @@ struct Lookup {
     return found;
   }
 
-  // Returns token p + 1 + j of history s, or -1 after its end. The request's own history is
-  // continued by the drafts, so a sequence that repeats can be drafted beyond the last token.
+  // Returns token p + 1 + j of history s, or -1 if the history has no such token. In the request's
+  // own history, the drafts count as the tokens after the last token.
   __device__ int following(int s, int p, int j) const {
     const int at = p + 1 + j;
     if (s == self && at > n) return drafted[at - n - 1];
     return at < length ? histories[static_cast<long long>(s) * length + at] : -1;
   }
 
-  // Calls visit(s, p, match length) for every occurrence that matches at least `shortest` tokens
-  // and is followed by the first `j` drafts and one more token. The occurrences are divided among
-  // the threads of the block.
+  // Calls visit(s, p, number of matching tokens) for every occurrence (s, p) with at least
+  // `shortest` matching tokens that is followed by the first `j` drafts and one more token. The
+  // occurrences are divided among the threads of the block.
   template <class Visit>
   __device__ void for_each_occurrence(int longest, int shortest, int j, Visit visit) const {
     for (int s = 0; s < count; ++s) {
@@ -143,12 +143,12 @@ struct CandidateList {
 // Writes the drafts of every batch row to `proposal`, int32 [batch, width], and fills the rest of
 // the row with -1. There are at most `drafts` drafts, and at most `factor` drafts per token of the
 // best match. They form a tree with up to `branch` children per node and `levels` levels, and are
-// chosen in the order of their scores. With VOTE_NONE, all scores are 1, and drafts are chosen in
-// the order of the ranks of their occurrences (`Lookup::rank`). Otherwise each occurrence of a
-// suffix votes for the token after it. The share of a draft is the fraction of votes that its token
-// received among the children of its parent. The score of a draft is the product of the shares on
-// its path and must be at least `threshold`. `votes_of`, int32 [slots, vocab], is workspace that
-// must be zero and is left zero. One block per batch row.
+// chosen in the order of their scores. With VOTE_NONE, all scores are 1, and drafts are chosen by
+// the rank of the occurrence that they follow (`Lookup::rank`), greatest first. Otherwise each
+// occurrence of a suffix votes for the token after it. The share of a draft is the fraction of
+// votes that its token received among the children of its parent. The score of a draft is the
+// product of the shares on its path and must be at least `threshold`. `votes_of`, int32 [slots,
+// vocab], is workspace that must be zero and is left zero. One block per batch row.
 extern "C" __global__ void propose_drafts(const int* row_slot, const Slot* slots,
                                           const int* histories, int history_count, int length,
                                           int longest, int shortest, int everywhere, int oldest,

@@ -1,9 +1,9 @@
 """Attention over a paged KV cache: QKV projection, RoPE, attention, and compaction of the cache.
 
-The ``warp`` form of the kernels runs attention on tensor cores if the KV cache has 16 bits and
-heads have 64 or 128 elements. Its work is then divided among blocks according to a plan, which a
-kernel makes once per forward pass. All calls share the plan's memory and a workspace, so the calls
-must run in order.
+The ``warp`` form of the kernels runs attention on tensor cores (*split attention*) if the KV cache
+has 16 bits and heads have 64 or 128 elements. A kernel makes a plan once per forward pass, and the
+plan divides the work of split attention among blocks. All calls share the plan's memory and a
+workspace, so the calls must run in order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from graft.models.llm.rows import Rows
 from graft.models.llm.weights import Interleave, Matrix
 from graft.sampling.checks import expect
 
-# Block sizes. They must match the constants in the kernels.
+# All sizes except _THREAD_BLOCKS and _BLOCKS must match constants in the kernels.
 _WARP = 32
 _WARP_BLOCK = 128
 _TILE = 16
@@ -35,7 +35,7 @@ _BLOCKS = 2 * MULTIPROCESSORS  # blocks of split attention that run at the same 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The rows of a forward pass and, for split attention, the division of the work among blocks.
+    """The rows of a forward pass, and how the blocks of split attention divide the work on them.
 
     Attributes
     ----------
@@ -44,12 +44,12 @@ class AttentionPlan:
     heads
         Number of query heads.
     tile_heads
-        Maximum number of query heads of a tile; 0 for attention without tensor cores, for which
-        the other attributes are not used.
+        Maximum number of query heads of a tile; 0 if attention runs without tensor cores. The
+        following attributes are then not used.
     blocks, head_tiles
         Grid of split attention.
     tiles, begin
-        Tiles of the rows, and beginnings of the blocks (attention_plan.cuh).
+        Tiles of the rows, and where the work of each block begins (attention_plan.cuh).
     """
 
     rows: Rows
@@ -234,7 +234,7 @@ class Attention:
     def reserve(self, rows: int, heads: int, kv: PagedKV) -> bool:
         """Reserve the workspace and the plan of split attention for `rows` rows.
 
-        Return False for a KV cache whose attention does not run on tensor cores and needs neither.
+        Return False if attention over this KV cache does not run on tensor cores and needs neither.
         """
         if self._loader.is_thread or kv.head_dim not in (64, 128) or kv.dtype == "float32":
             return False

@@ -1,6 +1,6 @@
 // Divides the work of attention_split (attention_plan.cuh). All layers of a forward pass use the
-// same plan. It depends on the positions of the rows, so that a request with a long context is
-// divided among several blocks while many short ones share a block.
+// same plan. It depends on the positions of the rows: the work for a request with a long context is
+// divided among several blocks, while many requests with short contexts share a block.
 #include "attention_plan.cuh"
 
 // Returns the number of splits of a tile whose rows attend to positions 0..last. Padding counts as
@@ -22,9 +22,8 @@ __device__ __forceinline__ int inclusive_sum(int x) {
   return x;
 }
 
-// Writes a plan: the tiles, and the beginnings of `blocks` blocks and of one more block after the
-// last one. A tile has at most `tile_rows` rows. Rows that are padding are tiles without positions.
-// One warp.
+// Writes a plan: `tiles`, and the `blocks` + 1 entries of `begin`. A tile has at most `tile_rows`
+// rows. Padding rows belong to tiles without positions. The launch has one warp.
 extern "C" __global__ void attention_plan(const int* slot, const int* pos, int rows, int slots,
                                           int max_pages, int page_shift, int tile_rows, int blocks,
                                           PlanTile* tiles, PlanBegin* begin) {

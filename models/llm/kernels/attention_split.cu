@@ -62,13 +62,13 @@ __device__ __forceinline__ int locate(const Pages& pages, const TileRow& row, in
   return (page_of(pages, row.slot, cached) << pages.page_shift) + inside;
 }
 
-// Returns the offset of a head's first element at a cache index.
+// Returns the offset of the first element of a KV head at `index` (see locate), in elements.
 __device__ __forceinline__ long long head_at(const Pages& pages, int index, int kv_head) {
   return (static_cast<long long>(index) * pages.kv_heads + kv_head) * WIDE_HEAD;
 }
 
-// Loads key fragments. Lane 4 g + t loads dimensions 32 c + 8 t .. 32 c + 8 t + 7 of keys g and
-// g + 8, which are operand B of two mma steps.
+// Loads key fragments. For each c < CHUNKS, lane 4 g + t loads dimensions 32 c + 8 t ..
+// 32 c + 8 t + 7 of keys g and g + 8, which are operand B of two mma steps.
 __device__ __forceinline__ void load_keys(const CACHE16* keys, const Pages& pages, int kv_head,
                                           int at, Pack16 (*key)[CHUNKS]) {
   const int lane = threadIdx.x % 32;
@@ -81,8 +81,9 @@ __device__ __forceinline__ void load_keys(const CACHE16* keys, const Pages& page
   }
 }
 
-// Loads value fragments. Lane 4 g + t loads dimensions 64 h + 8 g .. 64 h + 8 g + 7 of values 2t,
-// 2t + 1, 2t + 8 and 2t + 9, which are column g of operand B of eight mma steps.
+// Loads value fragments. For each h < HALVES, lane 4 g + t loads dimensions 64 h + 8 g ..
+// 64 h + 8 g + 7 of values 2t, 2t + 1, 2t + 8 and 2t + 9, which are column g of operand B of eight
+// mma steps.
 __device__ __forceinline__ void load_values(const CACHE16* values, const Pages& pages, int kv_head,
                                             int at, Pack16 (*value)[HALVES]) {
   const int lane = threadIdx.x % 32;
@@ -95,7 +96,8 @@ __device__ __forceinline__ void load_values(const CACHE16* values, const Pages& 
   }
 }
 
-// Splits x and y into a pair of high parts (rounded values) and a pair of low parts (remainders).
+// Splits x and y into two 16-bit floats each: `high` receives the rounded values, `low` the rounded
+// differences between the values and their high parts.
 __device__ __forceinline__ void split_pair(float x, float y, unsigned int* high,
                                            unsigned int* low) {
   *high = pack_pair<CACHE16>(x, y);
@@ -122,7 +124,8 @@ __device__ __forceinline__ void fold_sum(Floats4* sum, float shrink, const Float
   add_scaled(sum, part, by);
 }
 
-// Factors for adding the next part to the earlier parts of a query, as in an online softmax.
+// Factors with which the weighted sums of the next part of the positions are added to those of all
+// earlier parts, for one query, as in an online softmax.
 struct FoldFactors {
   float shrink;  // factor of the sums of the earlier parts
   float by;      // factor of the sums of the next part
@@ -159,9 +162,9 @@ __device__ __forceinline__ void store_quotient(OUT* y, Floats4 sum, float mass) 
 // A head tile contains `tile_heads` query heads of one KV head, and a tile of the plan up to
 // 16 / tile_heads rows. A row of `qkv` has heads + 2 kv_heads heads, queries first. `parts` is
 // workspace [gridDim.x, gridDim.y, part_count, 16, PART_WIDTH] for tiles whose parts are divided
-// among several blocks, by the first of these blocks. No row has more than `part_count` parts.
-// `arrived` has a counter [gridDim.x, gridDim.y] for each of these tiles. The counters must be zero
-// before a launch, and are zero again after it.
+// among several blocks; the first index is the first of these blocks. No row has more than
+// `part_count` parts. `arrived` [gridDim.x, gridDim.y] has a counter for each of these tiles. The
+// counters must be zero before a launch, and are zero again after it.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     attention_split(const float* qkv, const int* slot, const int* pos,
                     const unsigned long long* ancestors, const int* page_table, const CACHE16* keys,
@@ -229,7 +232,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     const long long number = static_cast<long long>(span.first_block) * gridDim.y + blockIdx.y;
     float* const tile_workspace = parts + number * part_count * 16 * PART_WIDTH;
 
-    // Load queries g and g + 8 to shared memory. Every warp loads some of the dimensions.
+    // Load queries g and g + 8, where g is lane / 4, to shared memory. Every warp loads some of the
+    // dimensions.
     int row_of[2];  // tile rows of queries g and g + 8; -1 for padding and missing queries
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
@@ -257,10 +261,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     for (int part = first_part; part < end_part; ++part) {
       float sum[HALVES][8][4] = {};
       float top[2] = {LOWEST, LOWEST}, mass[2] = {};
-      // State of the loop over the steps of this warp; `number` counts the steps. Usually a step is
-      // computed for all rows at once, and `only` is -1. If the rows do not see the same positions,
-      // it is repeated for each row: `only` is the current row, `waiting` the set of remaining
-      // rows.
+      // State of the loop over the steps of this warp in this part. `number` counts the steps, and
+      // `first` is the first of the 16 positions of a step. Usually a step is computed for all rows
+      // at once, and `only` is -1. If the rows do not attend to the same positions, the step is
+      // repeated for each row: `only` is the current row, and `waiting` the set of remaining rows.
       int number = -1, first = 0, only = -1;
       unsigned int waiting = 0;
       const auto next_step = [&] {

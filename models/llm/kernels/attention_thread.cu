@@ -138,8 +138,9 @@ __device__ __forceinline__ void softmax_weights(Query* query, float (*score)[TIL
   }
 }
 
-// Computes sum = sum * shrink + weighted values, one position at a time, for the
-// 2 * LANES * PAIRS dimensions that begin at dimension `at`.
+// Multiplies the sums of COUNT queries by `shrink` and adds the weighted values of `count`
+// positions, one position at a time, for the 2 * LANES * PAIRS dimensions that begin at dimension
+// `at`.
 template <int COUNT, int PAIRS>
 __device__ __forceinline__ void add_values(Query* query, const float (*weight)[TILE],
                                            const float* shrink, const float* value, int at,
@@ -165,7 +166,8 @@ __device__ __forceinline__ void add_values(Query* query, const float (*weight)[T
   }
 }
 
-// Processes `count` positions of a tile for COUNT queries: updates maximum score, mass and sums.
+// Processes `count` positions of a tile for COUNT queries: updates their maximum score, their mass
+// (sum of weights) and their weighted sums of values.
 template <int COUNT>
 __device__ __noinline__ void attend(Query* query, const Tile& tile, int count) {
   float score[COUNT][TILE], shrink[COUNT];
@@ -185,9 +187,9 @@ __device__ __noinline__ void attend(Query* query, const Tile& tile, int count) {
   }
 }
 
-// Grid: (queries of a KV head / `queries`, kv_heads); one thread per block. `queries` is the number
-// of queries per thread, at most QUERIES. The queries of a KV head are ordered by row, then by
-// head. A row of `qkv` has heads + 2 kv_heads heads, queries first.
+// Grid: (queries of all rows per KV head / `queries`, kv_heads); one thread per block. `queries` is
+// the number of queries per thread, at most QUERIES. The queries that share a KV head are ordered
+// by row, then by head. A row of `qkv` has heads + 2 kv_heads heads, queries first.
 extern "C" __global__ void attention_thread(const float* qkv, const int* slot, const int* pos,
                                             const unsigned long long* ancestors,
                                             const int* page_table, const CACHE* keys,

@@ -37,8 +37,8 @@
 #define SHARES_STATES (ROPE_HEAD_DIM && !TALL)
 #define SPLIT_PAIRS (TALL ? 8 : 4)  // pairs per batch with split K
 
-// Batch of the epilogue: PAIRS pairs of outputs, whose inputs are loaded together, and SUMS sums to
-// add for each output.
+// Sizes of a batch of the epilogue: it stores PAIRS pairs of outputs, whose inputs are loaded
+// together, and each output is the sum of up to SUMS partial sums.
 template <int PAIRS_, int SUMS_>
 struct Batch {
   static constexpr int PAIRS = PAIRS_;
@@ -88,14 +88,15 @@ struct StageIterator {
   }
 };
 
-// Grid: (rows / ROW_BLOCK, columns / 128, splits). Blocks that run at the same time therefore use
-// the same weights, which are read from memory only once. With SPLIT_X, a row of x takes two rows
-// of the mma operand B, so a block has half as many rows of x.
+// Grid: (rows / ROW_BLOCK, columns / 128, splits). Blocks with consecutive indices run at the same
+// time and use the same weights, so the weights are read from memory only once. With SPLIT_X, a row
+// of x takes two rows of the mma operand B, so a block has half as many rows of x.
 //
-// With split K, the blocks write their partial sums to `partials` [tiles, PARTS, ROW_BLOCK, 128],
-// except that the first block of a tile writes only the total of its partial sums. The last block
-// of a tile to arrive adds the partial sums in order. `arrived` [tiles] counts the blocks that have
-// arrived; it must be zero and is left zero. linear_mma.cuh documents the other arguments.
+// With split K, several blocks compute one tile. They write their partial sums to `partials`
+// [tiles, PARTS, ROW_BLOCK, 128], except that the first block of a tile writes only the total of
+// its partial sums. The last block of a tile to arrive adds the partial sums in order. `arrived`
+// [tiles] counts the blocks that have arrived; it must be zero and is left zero. linear_mma.cuh
+// documents the other arguments.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESSOR)
     linear_many(const Weight* weight, const float* weight_scale, const float* bias, const Input* x,
                 const float* residual, OUT* out, float* copy, int rows, int columns, int inner,
@@ -124,7 +125,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   // of the stages.
   float* const exchanged = reinterpret_cast<float*>(TALL ? staged_x + STAGES * X_PACKS : staged);
 
-  // Returns the address of pack i of a stage of x. A row after the last one reads the last row.
+  // Returns the address of pack i (eight values) of a pipeline stage of x. For rows after the last
+  // row, it is an address in the last row.
   const auto x_at = [&](int i, const StageIterator& at) {
     const int row = first + (i / PACKS >> SPLIT_X);
     return x + static_cast<long long>(row < rows ? row : rows - 1) * inner + at.inner() +
@@ -194,8 +196,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   const long long tile = static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x;
   float* const tile_partials = partials + tile * PARTS * ROW_BLOCK * OUTPUTS;
   float sum[COLUMN_TILES][ROW_TILES][4] = {};
-  // Totals over the partial sums that are complete, in the first block of a tile. With TALL, they
-  // are in shared memory instead.
+  // Totals of the partial sums that are complete so far. Only the first block of a tile needs them.
+  // With TALL, they are in shared memory instead.
   float total[COLUMN_TILES][ROW_TILES][4];
   // row_of and column_of return row and column of sum i in row tile n and column tile m of the
   // warp.

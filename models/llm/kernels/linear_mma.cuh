@@ -176,7 +176,8 @@ __device__ __forceinline__ float store(const Output& y, const EpilogueInputs& in
 
 #if ROPE_HEAD_DIM
 // Returns the number of the pair of outputs `column` and `column` + 8, which are rotated together.
-// Pairs are numbered from 0 over all heads; pair i of a head has dimensions i and i + half.
+// Pairs are numbered from 0 over all heads; pair i of a head has dimensions i and i +
+// ROPE_HEAD_DIM / 2.
 __device__ __forceinline__ int rotation_of(int column) { return column / 16 * 8 + column % 16; }
 
 // Rotates dimensions i and i + ROPE_HEAD_DIM / 2 of a head, which have the values `a` and `b`, and
@@ -300,8 +301,8 @@ __device__ __forceinline__ void load_scales(const float* square_sums, float eps,
   }
 }
 
-// Packs eight adjacent values of a row of x: the rounded values (split 0) or the remainders (split
-// 1).
+// Packs eight adjacent values of a row of x, rounded to 16 bits. With SPLIT_X and split 1, packs
+// the rounded differences between the values and the rounded values instead.
 __device__ __forceinline__ Pack16 pack_x(const Floats4* from, int split) {
   Pack16 pack;
 #pragma unroll
@@ -326,7 +327,8 @@ __device__ __forceinline__ void step(float* sum, const Pack16& top, const Pack16
   mma_m16n8k16<WEIGHT16>(sum, a, x.u + 2 * h);
 }
 
-// Returns the number of partial sums that contain a chunk. It is below PARTS if there are few.
+// Returns the number of partial sums to which chunks belong: PARTS, or the number of chunks if
+// there are fewer.
 __device__ __forceinline__ int parts_of(int inner) {
   return inner / CHUNK < PARTS ? inner / CHUNK : PARTS;
 }

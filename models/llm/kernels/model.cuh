@@ -95,12 +95,12 @@ __device__ __forceinline__ long long element_of(const Pages& pages, int page, in
 }
 
 // Addressing of the cached positions of a draft tree. Row 0 of a tree is the last committed token.
-// Draft j is cached j positions after row 0, regardless of its depth in the tree. A row reads the
-// keys of its ancestors through its path, in the order of their sequence positions. Its sums
-// therefore have the same bits as if the path were a chain.
+// Draft j is cached j positions after row 0, regardless of its depth in the tree. A row uses its
+// path to find the keys of its ancestors, and reads them in the order of their sequence positions.
+// Its sums therefore have the same bits as if the path were a chain.
 struct Path {
-  // Bit j - 1 is set for every draft j on the path from the root to this row, inclusive. It is 0 if
-  // the row is cached at its sequence position.
+  // Bit mask: bit j - 1 is set if draft j is on the path from the root to this row, inclusive. The
+  // mask is 0 if the row is cached at its sequence position.
   unsigned long long drafts;
   int base;  // position of row 0 of the tree
 };

@@ -1,6 +1,5 @@
-// RMSNorm of rows, y_i = x_i / sqrt(mean(x^2) + eps) * weight_i (Zhang and Sennrich, 2019), and the
-// input of an EAGLE-3 layer, which consists of two norms. A row is computed by one block of
-// NORM_THREADS threads; on the soft device NORM_THREADS is 1.
+// RMSNorm of rows, y_i = x_i / sqrt(mean(x^2) + eps) * weight_i (Zhang and Sennrich, 2019). A row
+// is computed by one block of NORM_THREADS threads; on the soft device NORM_THREADS is 1.
 #include "model.cuh"
 
 #ifndef WEIGHT

@@ -11,9 +11,9 @@
 #include "conditional.cuh"
 #include "sampling/kernels/slot.cuh"
 
-// The running loop, in device memory. A round reads its slots from an entry of an input ring, whose
-// stamp is the number of the replay that it is for. For the rounds of a loop, the ring has one
-// entry, and its stamp is `next`.
+// The running loop, in device memory. A round reads its slots from an entry of an input ring. The
+// stamp of the entry is the number of the replay for which the entry is valid. For the rounds of a
+// loop, the ring has one entry, and its stamp is `next`.
 struct Loop {
   int first;       // first replay of the loop
   int next;        // replay that the body runs next, if the host has published its entry
