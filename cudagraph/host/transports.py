@@ -100,7 +100,11 @@ def _probe_key(transport: str, device: Context) -> str:
     native = os.stat(_native.__file__)
     driver = call(cu.cuDriverGetVersion)
     gpu = bytes(call(cu.cuDeviceGetUuid, call(cu.cuDeviceGet, device.ordinal)).bytes)
-    variables = sorted(item for item in os.environ.items() if item[0].startswith(DRIVER_VARIABLES))
+    variables = [
+        (name, value)
+        for name, value in sorted(os.environ.items())
+        if name.startswith(DRIVER_VARIABLES) and name != "CUDA_LOG_FILE"
+    ]
     kernels = (KERNELS / "mailbox.cu").read_text()
     parts = (transport, driver, gpu, native.st_size, native.st_mtime_ns, _PROBE, kernels, variables)
     return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -107,6 +107,8 @@ def test_successful_probe_is_remembered_until_its_conditions_change(device, monk
         assert transports.transport_problem("mailbox", device) == ""
         assert transports.transport_problem("spinkernel", device) == "too slow"
     assert probes == ["mailbox", "spinkernel", "spinkernel"]
+    monkeypatch.setenv("CUDA_LOG_FILE", str(tmp_path / "log"))
+    assert transports.transport_problem("mailbox", device) == "" and len(probes) == 3
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     answers["mailbox"] = "it waits forever"
     assert transports.transport_problem("mailbox", device) == "it waits forever"

@@ -23,6 +23,7 @@ import shutil
 import signal
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,7 @@ from typing import Any, NamedTuple
 
 from graft.tools.gpu_first import stage0
 from graft.tools.gpu_first.runner import (
+    MIN_S,
     append_line,
     find_test_files,
     run_command,
@@ -58,20 +60,20 @@ GENERATED = r"generated \[\[\d[\d, ]*\], \[\d[\d, ]*\]\]"
 
 
 class Run:
-    """A run: its options, and the output folder to which results are written.
+    """A run: its options, its failures, and the folders to which it writes.
 
+    `out` is the output folder. `files` is a temporary folder with the logs of child processes.
     `deadline` is the time of the monotonic clock at which the current section must end.
     """
 
     def __init__(self, out: Path, small: bool) -> None:
         self.out = out
         self.small = small
-        self.files = out / "files"  # removed at the end, because the archive contains it
+        self.files = Path(tempfile.mkdtemp(prefix="gpu_first_"))
         self.failures: list[str] = []
         self.section = ""
         self.deadline = 0.0
-        shutil.rmtree(self.files, ignore_errors=True)
-        self.files.mkdir(parents=True)
+        out.mkdir(parents=True, exist_ok=True)
         for name in ("report.txt", "results.jsonl", "files.tar.gz"):
             (out / name).unlink(missing_ok=True)
 
@@ -117,8 +119,12 @@ class Run:
 
         The command passes if its exit status is 0 and the pattern `expected` occurs in its output.
         """
+        limit_s = self.remaining_s(limit_s)
+        if limit_s < MIN_S:
+            self.add(name, "skipped", "no time left")
+            return False, ""
         log = self.files / f"{name.replace(' ', '_')}.log"
-        reason = run_command(command, log, self.remaining_s(limit_s))
+        reason = run_command(command, log, limit_s)
         output = log.read_text(errors="replace")
         if not reason and not re.search(expected, output):
             reason = f"the output does not contain {expected!r}"
@@ -136,6 +142,9 @@ class Run:
 
         def run(path: str) -> None:
             limits = {"limit_s": self.remaining_s(limit_s), "test_limit_s": test_limit_s}
+            if limits["limit_s"] < MIN_S:
+                self.add(path, "skipped", "no time left")
+                return
             options = ["--full"] if "tests/gpu/" in path and not self.small else []
             problem = run_test_file(path, self.files, self._add_line, options=options, **limits)
             if problem:
@@ -320,7 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run.section = name
             run.deadline = min(end, time.monotonic() + SECTIONS[name].limit_s)
             start = time.monotonic()
-            if run.deadline - start < 5:
+            if run.deadline - start < MIN_S:
                 run.add("section", "skipped", "no time left")
                 continue
             try:

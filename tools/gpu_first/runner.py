@@ -24,12 +24,14 @@ from typing import Any
 
 #: Environment variable with the path of the results file of a test process.
 RESULTS_VARIABLE = "GPU_FIRST_RESULTS"
-#: A process is restarted only if at least this many seconds of the file's time limit remain.
+#: A process is started only if at least this many seconds of a time limit remain.
 MIN_S = 3.0
 #: Seconds between two looks at a child process and its results.
 POLL_S = 0.1
 #: Time in which a process that exceeds its limit prints the stacks of its threads.
 STACKS_S = 2.0
+#: Time in which a killed process ends, unless it hangs in the kernel.
+KILL_S = 10.0
 #: Maximum number of characters of a message.
 MAX_MESSAGE = 2000
 
@@ -95,7 +97,8 @@ def run_command(
                     child.wait(STACKS_S)
         finally:
             _kill_group(child)
-            child.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(KILL_S)  # a process that hangs in the driver cannot be killed
             _children.discard(child)
         watch()
     if not reason and child.returncode:
