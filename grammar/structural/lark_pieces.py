@@ -99,10 +99,11 @@ def overlap(texts: Iterable[str]) -> tuple[str, str] | None:
     return None
 
 
-def _comparable(a: frozenset[str] | None, b: frozenset[str] | None) -> bool:
-    """Return whether texts of two pieces can begin with the same characters.
+def _may_begin_alike(a: frozenset[str] | None, b: frozenset[str] | None) -> bool:
+    """Return whether a text of one piece can begin like a text of another piece.
 
-    `a` and `b` are the known beginnings of the pieces' texts; None if they are unknown.
+    `a` and `b` are the beginnings of the pieces' texts; None if they are unknown. An unknown
+    beginning can be like any other.
     """
     if a is None or b is None:
         return a != frozenset() and b != frozenset()
@@ -114,7 +115,7 @@ def _are_distinct(a: Piece, b: Piece) -> bool:
     for free, other in ((a, b), (b, a)):
         if free.not_first and other.starts is not None:
             return all(start.startswith(free.not_first) for start in other.starts)
-    return not _comparable(a.starts, b.starts)
+    return not _may_begin_alike(a.starts, b.starts)
 
 
 def _union(sets: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
@@ -343,7 +344,7 @@ def _join_terminals(parts: Sequence[Piece]) -> Piece:
     starts = parts[-1].starts
     empty = parts[-1].empty
     for part, following in reversed(list(itertools.pairwise(parts))):
-        goes_on = part.repeated is None or empty or _comparable(part.repeated.more, starts)
+        goes_on = part.repeated is None or empty or _may_begin_alike(part.repeated.more, starts)
         if not (part.closed or _ends_before(part, following) or not goes_on):
             closed = False
         if part.empty:
@@ -380,7 +381,7 @@ def check_boundary(piece: Piece, following: Piece) -> None:
         raise LoweringError(f"{_UNSEEN} a number ends before {following.name}")
     if not piece.closed:
         raise LoweringError(f"{_UNSEEN} {piece.name} ends before {following.name}")
-    if _comparable(piece.more, starts):
+    if _may_begin_alike(piece.more, starts):
         raise LoweringError(
             f"LLGuidance cannot see whether {piece.name} goes on before {following.name}"
         )

@@ -99,7 +99,7 @@ def _locate(schema: Any, errors: list[NoExactForm], prefix: str) -> Reasons:
     """Convert errors to reasons, each with the pointer of the subschema that probably caused it.
 
     A `NoExactForm` error names a keyword but no subschema. The subschema with the largest
-    `_size_of_cause` is assumed to be the cause. `prefix` begins each explanation.
+    `_cause_score` is assumed to be the cause. `prefix` begins each explanation.
     """
     parts = subschemas(schema) if errors else []
     reasons = []
@@ -107,7 +107,7 @@ def _locate(schema: Any, errors: list[NoExactForm], prefix: str) -> Reasons:
         pointer = "#"
         largest = -1
         for part_pointer, part in parts:
-            size = _size_of_cause(part, error)
+            size = _cause_score(part, error)
             if size > largest:
                 largest = size
                 pointer = part_pointer
@@ -116,7 +116,7 @@ def _locate(schema: Any, errors: list[NoExactForm], prefix: str) -> Reasons:
     return tuple(dict.fromkeys(reasons))
 
 
-def _size_of_cause(part: SchemaObject, error: NoExactForm) -> int:
+def _cause_score(part: SchemaObject, error: NoExactForm) -> int:
     """Return a score of a subschema: the larger it is, the likelier the subschema caused an error.
 
     The score is the length of the list or dict that is the value of the error's keyword. For
