@@ -367,7 +367,7 @@ class GuidedDecoder:
         Raises
         ------
         GuideError
-            Published replays have not been retired.
+            A published replay has not been retired.
         """
         if self._in_flight:
             raise GuideError(

@@ -257,7 +257,7 @@ class LLGuidanceBackend:
         self.vocabulary = vocabulary
         self._automata = automata
         load_native()
-        # The tokens of `vocabulary.names` that have text, as ids by name.
+        # Ids of the tokens in `vocabulary.names` that have text, by name.
         self._named_text = {
             name: token for name, token in vocabulary.names.items() if vocabulary.is_text(token)
         }

@@ -316,6 +316,6 @@ def _without(schema: SchemaObject, removed: Sequence[_Place]) -> SchemaObject:
         part = parts.get(pointer, {})
         part.pop(keyword, None)
         if keyword == "patternProperties":
-            # Without the patterns, additionalProperties would apply to more properties.
+            # Without the patterns, additionalProperties would apply to properties that match them.
             part.pop("additionalProperties", None)
     return remaining

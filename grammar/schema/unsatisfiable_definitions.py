@@ -24,12 +24,12 @@ _SHARED = ("$schema", "$id", "id", "$defs", "definitions")
 def impossible_definitions(document: SchemaObject) -> frozenset[str]:
     """Return the JSON pointers of definitions that are proved unsatisfiable.
 
-    The document is a rewritten schema. If LLGuidance calls a definition unsatisfiable, the cause
-    may be another definition to which it refers. The function therefore tests the definition again,
-    with its references to all definitions that LLGuidance calls unsatisfiable replaced with
-    ``true``. A definition that is unsatisfiable only because of such a reference is not found. To
-    find it, the caller can replace the references to the returned definitions with ``false`` and
-    call the function again.
+    The document is a rewritten schema. LLGuidance also calls a definition unsatisfiable if the
+    cause is in another definition to which it refers. The function therefore tests each of these
+    definitions again, after it has replaced the references to all of them with ``true``. It does
+    not find a definition that is unsatisfiable only because of such a reference. To find it, the
+    caller can replace the references to the returned definitions with ``false`` and call the
+    function again.
     """
     references = References(document)
     reached: set[str] = set()

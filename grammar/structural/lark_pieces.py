@@ -366,7 +366,7 @@ def _join_terminals(parts: Sequence[Piece]) -> Piece:
 
 
 def _ends_before(free: Piece, following: Piece) -> bool:
-    """Return whether free text cannot contain a beginning of the following piece."""
+    """Return whether free text always ends before a text with which the next piece starts."""
     if following.empty or following.starts is None:
         return False
     return all(start.startswith(free.absent) for start in following.starts)

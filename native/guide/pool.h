@@ -146,7 +146,8 @@ class Pool {
   void run(int index) noexcept {
     pthread_setname_np(pthread_self(), ("guide" + std::to_string(index)).c_str());
     ask_for_short_slice();  // a step waits for this thread
-    // On the soft device, driver calls of this thread are refused from now on.
+    // Tell the soft device that the device waits for this thread. It then refuses the thread's
+    // driver calls.
     const hostwork::Driver* const driver = hostwork::bound_driver;
     if (driver != nullptr && driver->owe_answer != nullptr) driver->owe_answer(1);
     const hostwork::HostWorkScope host_work;

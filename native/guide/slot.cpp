@@ -285,15 +285,15 @@ void OrderServer::probe_tree(SlotWork& work) const noexcept {
 
 // Finds the most likely legal drafts, at most `branch` children per node (similar to DDTree, arXiv
 // 2604.12989). The probability of a node is the product of the probabilities of the tokens on its
-// path. The probability of a token is divided by the total probability of those candidates after
-// its parent that have not been rejected. Each node has a next candidate. The matcher tests the
-// most likely one of these until there are Order::j drafts or the maximum number of tests is
-// reached. Of equally likely candidates, the one of the node with the smallest number is tested
-// first. The matcher returns to node 0.
+// path. The probability of a token is divided by the total probability of all tokens after its
+// parent, except the candidates that the matcher has rejected. Each node has a next candidate. The
+// matcher tests the most likely one of these until there are Order::j drafts or the maximum number
+// of tests is reached. Of equally likely candidates, the one of the node with the smallest number
+// is tested first. The matcher returns to node 0.
 void OrderServer::probe_lattice(SlotWork& work) const noexcept {
   struct Node {
     double score;              // probability of the node
-    double left = 1.0;         // total probability of the candidates that have not been rejected
+    double left = 1.0;         // total probability of the tokens that have not been rejected
     double next_score = -1.0;  // probability of the next candidate's node; -1: no candidate
     int next = 0;              // index of the next candidate
     int children = 0;

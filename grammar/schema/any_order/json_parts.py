@@ -56,8 +56,8 @@ class JsonParts:
         self._check_satisfiable = check_satisfiable
         self._references = References(root)
         self._references.nested &= _has_reference_below_id(root)
-        #: Results of `without`. Each is stored with its original schema, so that the original's id
-        #: stays valid.
+        #: Results of `without`. Each is stored with its original schema: while the original exists,
+        #: no other object can get its object id, which is in the key.
         self._stripped: dict[_StripKey, tuple[SchemaObject, Any]] = {}
         self._definitions: dict[str, str] = {}  # names of definitions in JSON parts, by pointer
         self._parts: dict[int, SchemaObject] = {}  # reachable schemas, by id
@@ -105,7 +105,7 @@ class JsonParts:
         return tuple(found.values())
 
     def has_orders(self, part: Any) -> bool:
-        """Return whether values of a schema can contain objects with several key orders."""
+        """Return whether the keys of an object can have several orders in a value of a schema."""
         if not isinstance(part, dict) or id(part) in self._parts:
             return id(part) in self._with_orders
         return has_orders(part) or any(map(self.has_orders, self._inner(part)))

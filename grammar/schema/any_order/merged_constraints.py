@@ -42,8 +42,8 @@ class ObjectShape:
     names
         For each property that one of the schemas names: the schemas that its value must satisfy.
     patterns
-        For each pattern of ``patternProperties``: the schemas for the values of the properties
-        whose name contains a match of the pattern and is not in `names`.
+        For each pattern of ``patternProperties``: the schemas that a property must satisfy if its
+        name contains a match of the pattern and is not in `names`.
     rest
         Schemas for the values of all other properties.
     required
@@ -108,7 +108,7 @@ def merge_objects(parts: Conjuncts) -> ObjectShape:
 
 
 def _pattern_schema(part: SchemaObject, pattern: str) -> Any:
-    """Return the schema of `part` for properties that match `pattern` and have no own schema."""
+    """Return the schema of `part` for unlisted properties whose name matches `pattern`."""
     if part.get("patternProperties"):
         return part["patternProperties"][pattern]
     return part.get("additionalProperties", True)

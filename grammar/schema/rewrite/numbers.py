@@ -378,7 +378,7 @@ def _multiple(bound: _Bound | None, step: Fraction, sign: int) -> _Bound | None:
 
 
 def _inner_whole(bound: _Bound | None, sign: int, narrowed: dict[str, str]) -> _Bound | None:
-    """Return the closest inclusive whole bound that allows no number outside `bound`.
+    """Return the closest inclusive whole bound that allows no number that `bound` excludes.
 
     `sign` is 1 for lower bounds and -1 for upper bounds. If the new bound differs, the function
     adds a description of the numbers between the two bounds to `narrowed`.
@@ -466,7 +466,7 @@ def _read_double(value: int | float) -> float:
 
 
 def _read_multiple(value: float) -> Fraction | None:
-    """Return ``multipleOf`` as LLGuidance reads it; None if LLGuidance refuses it."""
+    """Return a value of ``multipleOf`` as LLGuidance reads it; None if LLGuidance refuses it."""
     digits = 0
     while value != math.floor(value):
         value *= 10
