@@ -21,7 +21,8 @@ TREE_CANDIDATES = 32
 MAX_CANDIDATES = 64
 #: Maximum number of children per node.
 MAX_BRANCH = 32
-#: Maximum number of drafts, and of nodes fed to the drafter: one per bit of a path.
+#: Maximum number of drafts, and of nodes fed to the drafter. Kernels store a set of them as the
+#: bits of a 64-bit integer.
 _MAX_NODES = 64
 
 #: Strategies that apply the grammar to drafts, see `graft.models.round.masking`.
@@ -106,7 +107,10 @@ class DraftMode:
 
     @classmethod
     def chain(cls, drafts: int, masking: str = "fill", candidates: int = 0) -> DraftMode:
-        """Return the mode of a chain with one draft per level; kind "proposed" if `drafts` is 0."""
+        """Return the mode of a chain with one draft per level.
+
+        If `drafts` is 0, return the mode of a round without drafts, whose kind is "proposed".
+        """
         if drafts == 0:
             return cls(drafts=0)
         return cls(drafts=drafts, levels=drafts, masking=masking, candidates=candidates)
@@ -150,12 +154,18 @@ class DraftMode:
 
     @property
     def fed_nodes(self) -> int:
-        """Number of nodes fed to the drafter while a tree grows level by level; else 0."""
+        """Number of nodes fed to the drafter per request and round, over all levels of a tree.
+
+        It is 0 unless drafts are a tree that grows level by level.
+        """
         return (self.levels - 1) * self.branch if self.grows_tree else 0
 
     @property
     def recorded_drafts(self) -> int:
-        """Capacity of the ``Drafted`` record, which stores drafts or nodes fed to the drafter."""
+        """Maximum number of ids in a ``Drafted`` record.
+
+        They are the drafts or, while a tree grows level by level, the nodes fed to the drafter.
+        """
         return max(self.drafts, self.fed_nodes)
 
     @property
@@ -186,5 +196,8 @@ class DraftMode:
 
     @property
     def rows_per_request(self) -> int:
-        """Maximum number of rows of logits per request: to verify, or for one level of a tree."""
+        """Maximum number of rows of logits per request that one launch processes.
+
+        The target has one row per draft and one more. The drafter has `branch` rows per level.
+        """
         return max(self.drafts + 1, self.branch)

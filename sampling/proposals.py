@@ -73,7 +73,7 @@ class Proposals:
         lane.kernel(self._add_drafts, batch, self._block, args, name="proposed drafts")
 
     def forced(self, lane: Lane, row_slot: DeviceArray, proposal: DeviceArray) -> None:
-        """Write the tokens that the grammar forces to `proposal`, an argument of `add_drafts`.
+        """Write to `proposal`, an argument of `add_drafts`, the tokens that the grammar forces.
 
         The grammar steps record the forced token of each mask row. `proposal` int32 [B, K] receives
         the tokens that mask rows 0, 1, .. of the slots `row_slot` int32 [B] force; -1 for a row

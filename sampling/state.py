@@ -102,8 +102,8 @@ class SlotState:
         self.slots = slots
         self.vocab_size = vocab_size
         self.tables = device.zeros((slots, 2, vocab_size), "int32")
-        # Pinned memory from which `join` copies a request's table to `tables`. Allocated here for
-        # all slots, because a failed allocation would fail all running requests.
+        # Pinned memory from which `join` copies a request's table to `tables`. It is allocated here
+        # for all slots: a failed allocation in `join` would fail all running requests.
         self._staged: PinnedArray = device.pinned((slots, 2, vocab_size), "int32")
         self.array = device.zeros((slots, SLOT.itemsize), "uint8")
         kernels = load(device, "slot", 1)

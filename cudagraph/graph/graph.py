@@ -533,7 +533,7 @@ class Graph(GraphBase):
             raise OptionError(f"graph {self.name!r} has an open executable; close it first")
 
     def set_executable(self, executable: GraphExec) -> None:
-        """Make `executable`, which was updated to this definition, its open executable."""
+        """Make `executable` the open executable of this definition, to which it was updated."""
         self._exec = weakref.ref(executable)
 
     @property

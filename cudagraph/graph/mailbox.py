@@ -27,9 +27,9 @@ from graft.native import _native
 KERNELS = Path(__file__).parents[1] / "kernels" / "mailbox.cu"
 #: 32-bit words per cache line.
 LINE_WORDS = 16
-#: Cache lines of the words of a mailbox. REQUEST is the number of the posted request. ACK is the
-#: answer, which the host stores. TIMED_OUT is the number of the request whose waiting kernel
-#: reached its deadline.
+#: Indices of the cache lines that contain the words of a mailbox. The word REQUEST is the number of
+#: the posted request. The word ACK is the answer, which the host stores. The word TIMED_OUT is the
+#: number of the request whose waiting kernel reached its deadline.
 REQUEST, ACK, TIMED_OUT = range(3)
 ONE_THREAD = (1, 1, 1)
 #: Longest wait of a spinning kernel on devices that limit the run time of kernels. Drivers end a

@@ -87,7 +87,8 @@ def waiting_kernels(text: str) -> frozenset[str]:
 def _always_waits(body: str) -> bool:
     """Return whether every thread of a kernel calls ``wait_for_previous_kernel()``.
 
-    `waiting_kernels` lists the conditions. `body` is the text after the kernel's parameter list.
+    `body` is the text after the kernel's parameter list. `waiting_kernels` says where in this text
+    the call must be.
     """
     for call in _WAIT.finditer(body):
         before = _without_blocks(body[: call.start()].strip())

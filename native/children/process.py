@@ -2,7 +2,7 @@
 
 A search with Python's ``re``, a call of a grammar library and the rendering of a chat template
 cannot be interrupted. Work whose running time depends on a user's input therefore runs in a child
-process with limits of time and memory. This applies to reading, routing, compiling and checking
+process with limits of time and memory. This applies to reading, rewriting, compiling and checking
 grammars, and to rendering chat templates. A child process is started on first use and reused for
 later calls. If the process was killed or has exited, the next call starts a new process. If the
 process dies during a call, the call is repeated in a new process. A killed process therefore does
@@ -313,8 +313,8 @@ class ChildProcess:
             name = signal.Signals(-status).name
             return ChildUnavailable(f"the child process was killed by another process ({name})")
         if self._peak_bytes > self.memory_bytes / 2:
-            # When memory is exhausted, some libraries call abort(), and the dynamic linker ends the
-            # process.
+            # The process has probably ended because its memory was exhausted: some libraries then
+            # call abort(), and the dynamic linker exits.
             return ChildLost(f"needs more than {self._memory_limit()}")
         if status < 0 and status != -signal.SIGABRT:  # SIGABRT: a library has called abort()
             name = signal.Signals(-status).name

@@ -114,8 +114,9 @@ std::int64_t GraphState::announced() const {
   return parent == nullptr ? own : own + parent->announced() - parent_launches_at_join_;
 }
 
-// A child graph uses the replay numbers of its parent. The result is added to a record's run count.
-// It subtracts `launched_`, the runs before the child was moved into the parent.
+// A child graph uses the replay numbers of its parent. The result is added to a record's run count,
+// which includes `launched_` runs from before the child was moved into the parent, but not the
+// parent's launches from before the move.
 std::int64_t GraphState::base() const {
   const GraphState* parent = parent_.load(std::memory_order_acquire);
   if (parent == nullptr) return base_.load(std::memory_order_acquire);
@@ -181,7 +182,8 @@ PyObject* PayloadCell::set(std::int64_t first, PyObject* value, std::uint64_t ad
     entries_.push_back({first, Reference(new ReferenceRelease(value)), address});
     return nullptr;
   }
-  // No replay was launched since the last call, so no replay has received the value set then.
+  // The last entry is also for replay `first`, which was not launched yet. No replay has received
+  // its value, which is therefore replaced.
   entries_.back().address = address;
   return std::exchange(entries_.back().value->reference, value);
 }

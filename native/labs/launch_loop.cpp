@@ -54,15 +54,15 @@ void tick() {
   ticks.fetch_add(1);
 }
 
-// Returns the recorded gaps and clears the list. A gap is an interval without a tick that is longer
-// than kGapNs. Outside the gaps the busy thread held the GIL.
+// Returns the recorded gaps and clears the list. A gap is a time longer than kGapNs without a call
+// of tick(). Outside the gaps the busy thread held the GIL.
 std::vector<std::pair<std::uint64_t, std::uint64_t>> gaps() {
   const std::lock_guard<std::mutex> lock(gaps_mutex);
   return std::exchange(gap_list, {});
 }
 
-// Waits until the busy thread has called tick() twice, that is, until it has run bytecode for a
-// whole tick and therefore holds the GIL.
+// Waits until the busy thread has called tick() twice. It has then run bytecode between the two
+// calls, and therefore holds the GIL.
 void await_busy_thread() {
   const std::uint64_t begin = now_ns();
   const std::uint64_t target = ticks.load() + 2;
@@ -122,7 +122,8 @@ int replay(const ReplayOptions& options, std::size_t count, Samples* out) {
                                options.body_written + options.callbacks);
     }
   }
-  // The busy thread records a gap when it ticks again. Wait, so that the last gap is recorded.
+  // The busy thread records a gap when it next calls tick(). Wait for this call, so that the last
+  // gap is recorded.
   if (options.busy) await_busy_thread();
   return 0;
 }

@@ -67,7 +67,7 @@ struct Committed {
 // Drafts that continue a slot's committed tokens. Two arrays follow the struct, `drafts` ids and
 // `drafts` parents; the first `count` entries of each are used. A parent is a row number: row 0 is
 // the last committed token, row j is draft j. While a tree grows, the arrays contain not the drafts
-// but the nodes that the drafter processes next. The id of a missing node is -1.
+// but the nodes of all levels so far that are fed to the drafter. The id of a missing node is -1.
 struct Drafted {
   int replay;
   int count;

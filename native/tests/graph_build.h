@@ -254,8 +254,9 @@ class Builder {
     return handle;
   }
 
-  // Adds a conditional node. Its body b runs the kernel that writes cell i, with b added to the
-  // salt.
+  // Adds a conditional node. Each of its bodies runs the kernel that writes cell i. The number of
+  // the body is added to the salt (see cell_kernel), so that different bodies write different
+  // words.
   CUgraphNode conditional(CUgraph graph, size_t i, const After& after, int type, unsigned bodies,
                           uint64_t handle) const {
     CUgraphNodeParams params{};

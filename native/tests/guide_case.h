@@ -279,8 +279,9 @@ class GuidedCase {
 
   int32_t random_below(int32_t below) { return static_cast<int32_t>(random_device_() % below); }
 
-  // Checks mask row j of slot s, whose grammar path is `path`, and returns a random token that it
-  // allows. `depth` is the number of drafts before the row. Returns -1 if the row is not ready.
+  // Checks that mask row j of slot s contains the tokens that the grammar allows after `path`, and
+  // returns a random one of them. `depth` is the number of drafts before the row. Returns -1 if the
+  // row is not ready.
   int32_t legal_token(const SlotRequest& request, int s, int j, int depth, const Path& path) {
     const RowStamp& stamp = *exchange_.stamp(s, j);
     if (stamp.state != ROW_READY || stamp.epoch != request.epoch ||
@@ -370,8 +371,8 @@ class GuidedCase {
     if (!probing && setting_.masked && j < exchange_.drafts()) step(guided::Step::kDraft, j);
   }
 
-  // Publishes the drafts of a slot or, while a tree is drafted, the nodes that the drafter has
-  // processed.
+  // Publishes the drafts of a slot or, while a tree grows, the nodes of all levels so far that are
+  // fed to the drafter.
   void publish_drafts(const SlotRequest& request, int s, int32_t replay) {
     Drafted* drafted = exchange_.drafted(s);
     *drafted = {replay, static_cast<int32_t>(request.drafts.size())};
@@ -506,8 +507,8 @@ class GuidedCase {
   std::atomic<int64_t> published_{0}, finished_{0}, last_{-1};
 };
 
-// Runs the test with `cases` random settings and 40 requests each, and prints how often the worker
-// was late, tested candidates and forced tokens.
+// Runs the test with `cases` random settings and 40 requests each, and prints the numbers of mask
+// rows that were filled too late, of tests of candidates, and of forced tokens.
 inline int guide(unsigned seed, int cases) {
   std::minstd_rand random(seed);
   long late = 0, probes = 0, forced = 0;

@@ -95,7 +95,8 @@ inline GraphSpec random_graph(Random& random, bool chain) {
   return spec;
 }
 
-// Computes the cells and failures of replays by running one node after another.
+// Computes what replays write to the cells (stress_cell.h), and their failures, by running one node
+// after another.
 class Model {
  public:
   explicit Model(size_t nodes) : words_(nodes * kWords, 0), runs_(nodes, 0) {}

@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   const bool used = index >= 0 && slots[index].active && j <= slots[index].draft_len;
   const bool adjusts = used && slots[index].adjust != 0;
   // The stamps of mask rows are in host memory, from which a load takes long. If a row has no
-  // adjustments, only its first block therefore reads the stamp.
+  // adjustments, only its first block reads the stamp, in order to write `row_state`.
   if (blockIdx.y > 0 && !adjusts) return;
   const int position = used ? slots[index].n + depth_of(slots[index], j) : 0;
   if (tid == 0) {

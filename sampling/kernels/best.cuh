@@ -32,9 +32,9 @@ struct BestFirst {
     return static_cast<int>(0xffffffffu - static_cast<u32>(packed));
   }
 
-  // Returns the best of those columns of a part (0 to PARTS - 1) of this thread's columns that are
-  // worse than `last`; 0 if there is none. Columns are packed with their scores into integers,
-  // which are greater for a higher score and, for equal scores, for a smaller column.
+  // Returns the best column that is worse than `last` among this thread's columns in a part (0 to
+  // PARTS - 1); 0 if there is none. A column is packed with its score into an integer, which is
+  // greater for a higher score and, for equal scores, for a smaller column.
   __device__ inline u64 below(int part, u64 last) const {
     u64 best = 0;
     for (int i = static_cast<int>(threadIdx.x) + BLOCK * part; i < size; i += BLOCK * PARTS) {

@@ -60,9 +60,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   __threadfence_system();
 }
 
-// Writes the tokens that the grammar forces to `proposal`, for each batch row. Element j - 1 is the
-// forced token of mask row j - 1, or -1 if the grammar forces none. The mask rows must have been
-// filled by this replay's grammar step for the committed tokens. One block per batch row.
+// Writes to `proposal`, for each batch row, the tokens that the grammar forces. Element j - 1 is
+// the forced token of mask row j - 1, or -1 if the grammar forces none. The mask rows must have
+// been filled by this replay's grammar step for the committed tokens. One block per batch row.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     propose_forced(const int* row_slot, int max_drafts, const Slot* slots, const int* exchange,
                    const ExchangeLayout layout, int* proposal) {

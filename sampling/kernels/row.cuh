@@ -365,8 +365,8 @@ struct Weights {
   }
 };
 
-// Columns that top-k and top-p keep. In the spans (histogram bins, see SPANS) before the last one,
-// these are all columns; in the last span, the columns whose rank is at least `floor`.
+// Columns that top-k and top-p keep: all columns of the spans (histogram bins, see SPANS) before
+// the last one, and the columns of the last span whose rank_key() is at least `floor`.
 struct Cut {
   int end;    // index of the last span, plus 1
   u64 floor;  // smallest kept rank in the last span

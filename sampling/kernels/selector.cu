@@ -1,6 +1,6 @@
 // Token selector of the drafter DFlash2 (models/drafters/dflash2.py). DFlash2 computes the logits
-// of all draft levels at once. The selector then adjusts the logits of the best ids of a level to
-// the token that precedes them.
+// of all draft levels at once. The selector then changes the logits of the best ids of a level,
+// depending on the token that precedes them.
 #include "best.cuh"
 
 #define MAX_SELECTED 64

@@ -180,9 +180,9 @@ __device__ __forceinline__ bool is_coupled(const Slot& slot) {
 // Returns whether the first `count` drafts are verified by acceptance tests. This is the case if
 // they are a chain, at least one of them was sampled from a stored distribution, and the request is
 // neither coupled nor greedy. Otherwise a target token is sampled for every row, and a draft is
-// accepted if it equals this token. A draft that is a point mass is accepted with the same
-// probability as by a test. The result depends only on the tokens before the first sampled draft,
-// so verification remains exact.
+// accepted if it equals this token. A draft that was not sampled (a point mass) is accepted with
+// the same probability in both ways. Which way is chosen depends only on the tokens before the
+// first sampled draft, so verification remains exact.
 __device__ __forceinline__ bool is_testing(const Slot& slot, int count) {
   bool chain = !is_coupled(slot) && slot.temperature >= GREEDY_TEMPERATURE;
   bool has_dense = false;

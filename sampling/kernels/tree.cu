@@ -175,9 +175,10 @@ __device__ __forceinline__ bool is_before(const float* total, int i, int j) {
 // Computes the children of a level. Then chooses the nodes to feed to the drafter next or, at the
 // last level, the drafts. One block per batch row.
 //
-// `plan` is null unless the tree has a fixed shape. It has one int32 entry per child. The entry of
-// a child that is fed to the drafter is the child's index among the fed nodes of its level. The
-// entry of a draft that is not fed is the value `branch`. All other entries are -1.
+// `plan` is null unless the tree has a fixed shape. It then has one int32 entry per child of the
+// tree. If the child is fed to the drafter, its entry is its index among the fed nodes of its
+// level. If the child becomes a draft but is not fed, its entry is `tree.branch`. Otherwise it is
+// -1.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     tree_grow(const int* row_slot, int level, const TreeSize tree, Slot* slots,
               const RoundRow* rows, int row_words, const int* top_id, const float* top_value,

@@ -660,8 +660,8 @@ void Builder::emit_copies(Instance& instance, Instance& inner, const Call& call,
   }
 }
 
-// Adds an inlined copy of a called function or, if the call is inside an active copy of the same
-// function, a recursive call.
+// Adds an inlined copy of a called function. If the call is already inside an inlined copy of this
+// function, adds a recursive call instead.
 void Builder::emit_body(Instance& instance, const Call& call, const Function& f, unsigned depth) {
   const auto active = std::find(active_.begin(), active_.end(), &f);
   if (active != active_.end()) {

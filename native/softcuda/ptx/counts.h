@@ -56,9 +56,9 @@ class LaunchCounts {
     uint64_t stored[64] = {};
   };
 
-  // The chain of loads of host memory on which a warp's next instruction depends. The depth of a
-  // value is the length of the longest such chain: the number of loads of host memory each of which
-  // needs the result of the one before it, the value being the result of the last.
+  // The chains of loads of host memory on which a warp's next instruction depends. In a chain, each
+  // load needs the result of the load before it. The depth of a value is the number of loads in the
+  // longest chain that the value depends on.
   struct Chain {
     std::vector<uint32_t> depth;  // by register: offset / 4
     uint32_t base = 0;            // minimum depth of all later instructions

@@ -67,7 +67,8 @@ uint32_t encode(double value, const Format& format, Round round, bool saturate) 
       break;
   }
   if (increment) ++kept;
-  // The exponent field is added, so that a carry out of the mantissa increments it.
+  // The exponent field is added to `kept`. The leading bit of a normal significand increments the
+  // field, and so does a carry out of the mantissa.
   const int field = exponent < 1 - bias ? 0 : exponent + bias - 1;
   if (field >= static_cast<int>(top) + 1) kept = uint64_t{1} << 40;
   const uint64_t result =

@@ -31,7 +31,8 @@ char* resolve_lane(Warp& w, const Instr* in, Space space, unsigned lane, uint64_
       a -= kParamWindow;
     }
   } else if (space == Space::param && a >= kLocalWindow) {
-    // A parameter of an inlined function, or a generic address of a kernel parameter.
+    // The address is generic: that of a parameter of an inlined function, which is in local memory,
+    // or that of a kernel parameter.
     space = a < kParamWindow ? Space::local : Space::param;
     a -= a < kParamWindow ? kLocalWindow : kParamWindow;
   }

@@ -17,8 +17,9 @@ constexpr unsigned kMaxWarps = 32;
 // A vector clock, which describes a point of the execution: for each warp of a block, the clock up
 // to which the warp's accesses are ordered before this point; 0 if none of them is.
 using Clocks = std::array<uint32_t, kMaxWarps>;
-// Clocks of the warps of several blocks, by block number. The bit kOwnBlockOnly marks clocks that
-// only warps of the same block may use, because they were published with scope .cta.
+// Clocks of the warps of several blocks, by block number. If the bit kOwnBlockOnly of the key is
+// set, only warps of the same block may use the clocks, because they were published with scope
+// .cta.
 using BlockClocks = std::unordered_map<uint32_t, Clocks>;
 constexpr uint32_t kOwnBlockOnly = 0x80000000u;
 

@@ -106,8 +106,8 @@ static bool check_preceding(Warp& w, const Instr* in, unsigned lane, uint64_t ad
   return true;
 }
 
-// Does what settings add to an access to global memory: counts it, orders buffered stores, and
-// checks it for races and against the accesses of preceding kernels that may still run. Returns
+// If checks_accesses is set: counts an access to global memory, orders buffered stores, and checks
+// the access for races and against the accesses of preceding kernels that may still run. Returns
 // false after a fault.
 static bool check_access(Warp& w, const Instr* in, unsigned lane, uint64_t address, char* storage,
                          unsigned bytes, bool write) {
@@ -205,7 +205,8 @@ void write_results(const Barrier& barrier, Warp& w, const Group& group) {
   *p = result ? *p | group.mask : *p & ~group.mask;
 }
 
-// Releases the groups at a barrier if all threads that it waits for have arrived.
+// Lets the groups of lanes that wait at a barrier continue if all threads that the barrier waits
+// for have arrived.
 void check_barrier(Block& b, unsigned number) {
   Barrier& barrier = b.barriers[number];
   if (barrier.arrived == 0) return;

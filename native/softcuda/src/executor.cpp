@@ -90,7 +90,8 @@ bool Executor::run_blocks(const Op& op, uint64_t first, uint64_t last) {
     return false;
   }
   if (function.ptx != nullptr) {
-    // guarded() turns a crash into a fault: another operation may unmap memory that this one uses.
+    // Another operation may unmap memory that this kernel uses. guarded() turns the signal of such
+    // an access into a fault.
     bool succeeded = false;
     running_kernel_.store(function.name.c_str(), std::memory_order_relaxed);
     const bool returned = guarded("kernel '" + function.name + "'",

@@ -20,7 +20,7 @@ namespace {
 // demand.
 constexpr size_t kStack = 512 << 10;
 constexpr size_t kGuard = 64 << 10;
-// Number of stacks that are mapped at once.
+// Number of stacks that are mapped at once (a slab).
 constexpr size_t kSlab = 32;
 // The tops of successive stacks of a slab differ by a multiple of this many bytes, see grow().
 constexpr size_t kStagger = 192;

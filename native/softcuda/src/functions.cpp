@@ -31,8 +31,8 @@ static int attribute_of(const Function& function, int attribute) {
   switch (attribute) {
     case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK:
       return bound != 0 ? static_cast<int>(std::min(bound, 1024u)) : 1024;
-    // These are 0: the device has no registers, caches or clusters, and does not report constant
-    // and local memory.
+    // The following attributes are 0: the device has no registers, caches or clusters, and does not
+    // report constant and local memory.
     case CU_FUNC_ATTRIBUTE_CONST_SIZE_BYTES:
     case CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES:
     case CU_FUNC_ATTRIBUTE_NUM_REGS:

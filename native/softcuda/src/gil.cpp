@@ -105,9 +105,9 @@ int first_python_call(Object*, Object* frame, int event, Object*) {
 
 thread_local bool t_report_first_call = false;
 
-// Replaces PyGILState_Ensure in the calls that libraries other than the interpreter make. After the
-// original function has returned, the thread holds the GIL. Only then can the profile function be
-// installed.
+// Replaces PyGILState_Ensure in the calls that libraries other than the interpreter make. If
+// report_first_python_call() is enabled, installs the profile function after the original function
+// has returned, because the thread must hold the GIL.
 int intercepted_ensure() {
   static const auto set_profile = python<void (*)(TraceFunction, Object*)>("PyEval_SetProfile");
   const int state = g_ensure();

@@ -327,8 +327,8 @@ static void set_exec_child(Exec& exec, CUgraphNode node, CUgraph child_handle) {
           "updates of child graphs in a conditional body are not implemented");
   check_conditions(*child, false);
 
-  // Append the new nodes to a copy of the list up to the child graph node, so that they get the
-  // same indices as the nodes that they replace.
+  // Copy the list of nodes up to the child graph node and append the new nodes to the copy. They
+  // then have the same indices as the nodes that they replace.
   const auto entry = static_cast<unsigned>(flat - exec.flat.data());
   auto references = std::make_shared<References>(*exec.references);
   std::vector<FlatNode> after(exec.flat.begin(), exec.flat.begin() + entry + 1);

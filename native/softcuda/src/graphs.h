@@ -172,8 +172,9 @@ std::shared_ptr<Graph> remove_graph(CUgraph handle);
 // unchanged.
 void add_node(CUgraphNode* out, CUgraph handle, const CUgraphNode* dependencies, size_t n,
               std::shared_ptr<Node> node);
-// Creates the program of the nodes `flat`: that of an executable graph or, if `top` is set, that of
-// a conditional body of the executable graph with the program `top`.
+// Creates the program that runs the nodes `flat`. If `top` is null, they are the nodes of an
+// executable graph. Otherwise they are the nodes of a conditional body, and `top` is the program of
+// the executable graph that contains it.
 std::shared_ptr<Program> make_program(const std::vector<FlatNode>& flat,
                                       const std::shared_ptr<References>& references,
                                       Program* top = nullptr);

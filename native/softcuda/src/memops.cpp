@@ -71,9 +71,10 @@ bool satisfied(const Memop& op) {
   }
 }
 
-// If the word of an operation is in a reserved range, acquires `lock` on virtual_mutex(), so that
-// the memory stays mapped during the access. If the memory was unmapped after the operation was
-// created, or if the device may not access it, records a fault and returns false.
+// If the word of an operation is in a range of virtual memory management (MemoryKind::reserved),
+// acquires `lock` on virtual_mutex(), so that the memory stays mapped during the access. If the
+// memory was unmapped after the operation was created, or if the device may not access it, records
+// a fault and returns false.
 bool lock_mapping(const Memop& op, std::unique_lock<std::mutex>* lock) {
   if (op.word.owner == nullptr || op.word.owner->kind != MemoryKind::reserved) return true;
   *lock = std::unique_lock<std::mutex>(virtual_mutex());

@@ -229,7 +229,7 @@ std::shared_ptr<Allocation> allocate(size_t size, MemoryKind kind, unsigned flag
     }
     if (!host) g_table.used += size;
   }
-  // The lock is not held here, because filling gigabytes (SOFTCUDA_POISON) takes a long time.
+  // g_table.mutex is not held here, because filling gigabytes (SOFTCUDA_POISON) takes a long time.
   const bool mapped = map_storage(a.get());
   std::lock_guard<std::mutex> lock(g_table.mutex);
   try {
@@ -406,8 +406,8 @@ void close_range(const std::shared_ptr<Allocation>& a) {
 }
 
 void release_range(const std::shared_ptr<Allocation>& a) {
-  // close_range() has already subtracted the memory from its resource counter, and retire() does so
-  // again.
+  // close_range() has already subtracted the memory from its resource counter. retire() subtracts
+  // it again, so add it once before.
   live_add(resource_of(*a), 1);
   retire(a);
 }

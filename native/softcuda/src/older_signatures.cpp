@@ -169,7 +169,7 @@ SC_API_CODE(cuGraphInstantiate_v2, 11000, kAlways, CUgraphExec*, out, CUgraph, g
 
 SC_API_CODE(cuGraphExecUpdate, 10020, kAlways, CUgraphExec, exec, CUgraph, graph, CUgraphNode*,
             error_node, int*, result) {
-  // The result if the call is refused before it compares the graphs.
+  // `info` keeps this value if the call is refused before it compares the graphs.
   CUgraphExecUpdateResultInfo info{CU_GRAPH_EXEC_UPDATE_ERROR, nullptr, nullptr};
   const bool complete = error_node != nullptr && result != nullptr;
   const CUresult code = cuGraphExecUpdate_v2(exec, graph, complete ? &info : nullptr);

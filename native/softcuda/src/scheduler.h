@@ -159,9 +159,9 @@ struct Op {
   std::vector<const Op*> primaries;
   bool precedes_programmatically = false;  // a programmatic edge leads from this node
   // Used by stream operations only, for the checks of programmatic edges. `log` contains the
-  // accesses of this kernel. `event_log` contains those of another kernel: this operation waits for
-  // its programmatic event. `unordered` has one log for each kernel that may still run until this
-  // kernel executes griddepcontrol.wait.
+  // accesses of this kernel. If this operation waits for the programmatic event of another kernel,
+  // `event_log` contains the accesses of that kernel. `unordered` has one log for each kernel that
+  // may still run until this kernel executes griddepcontrol.wait.
   std::shared_ptr<ptx::AccessLog> log, event_log;
   std::vector<std::shared_ptr<const ptx::AccessLog>> unordered;
 };

@@ -30,7 +30,8 @@ void check_attribute(int attribute) {
 AttributeValue default_value(const Stream& stream, int attribute) {
   AttributeValue value{};
   if (attribute == CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN_MAP) {
-    // The default: domain 1 for remote accesses, domain 0 (value[0]) for local accesses.
+    // The default memory synchronization domains: 0 (value[0]) for local accesses, 1 for remote
+    // ones.
     value[1] = 1;
     return value;
   }

@@ -75,9 +75,9 @@ std::string extract_stack(std::string* stacks, uint64_t pthread) {
   return block + (block.empty() || block.back() == '\n' ? "" : "\n");
 }
 
-// The watchdog counts its own ticks instead of reading a clock. Its time therefore stops when the
-// process is stopped or gets no processor time, and such a process does not count as stuck
-// (INVARIANTS.md L6).
+// Time between two wake-ups of the watchdog. The watchdog counts its wake-ups instead of reading a
+// clock. Its time therefore stops when the process is stopped or gets no processor time, and such a
+// process does not count as stuck (INVARIANTS.md L6).
 constexpr uint64_t kTickNs = 50000000;
 
 // The call in which the watchdog has last seen a thread. A call is identified by its start time.
@@ -91,9 +91,9 @@ struct Observation {
   }
 };
 
-// Whether any driver call or host function has taken longer than `limit`. `now` is the time in
-// nanoseconds that the watchdog has counted in ticks. `observed` keeps what the previous call of
-// this function has seen of each thread.
+// Whether any driver call or host function has taken longer than `limit`. `now` is the watchdog's
+// own time in nanoseconds (see kTickNs). `observed` keeps what the previous call of this function
+// has seen of each thread.
 bool any_stuck(std::map<const void*, Observation>* observed, uint64_t now, uint64_t limit) {
   const RunningHost& host = g_running_host;
   bool any = (*observed)[&host].is_stuck(host.fn.load() != nullptr, host.since, now, limit);
