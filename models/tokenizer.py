@@ -362,7 +362,7 @@ class _SpecialNameEscaper:
         self._marker = f"\ue000{secrets.token_hex(8)}."  # random: user text cannot contain it
 
     def escape(self, value: Any) -> Any:
-        """Return a copy of a text or nested object with each special token's name as a marker."""
+        """Return a copy of a text or nested object with markers for the names of special tokens."""
         if not self._names:
             return value
         if isinstance(value, str):

@@ -75,7 +75,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 class InternalOptions:
     """Options for tests and measurements. They are not part of the interface of graft.
 
-    Outputs do not depend on them, except for `activations`.
+    Of these options, only `activations` can change outputs.
 
     Parameters
     ----------

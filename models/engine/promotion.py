@@ -63,7 +63,7 @@ class Promotion:
             self._promoted.add(state)
 
     def leave(self, state: RequestState) -> None:
-        """Record that a request leaves its slot and no longer runs its grammar on the device."""
+        """Record that a request leaves its slot and that kernels no longer do its grammar steps."""
         self._promoted.discard(state)
 
     def release(self, slot: int) -> None:

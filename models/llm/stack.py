@@ -92,8 +92,8 @@ class DecoderLayer:
 class ActivationBuffers:
     """Activation buffers of one decoder stack, each with `max_rows` rows.
 
-    A buffer for the input of a product has the dtype that the product reads fastest. All other
-    buffers are float32.
+    A buffer that `input_of` returns has the dtype that the product reads fastest. All other buffers
+    are float32.
 
     Attributes
     ----------

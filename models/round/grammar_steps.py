@@ -53,8 +53,8 @@ class GrammarSteps:
         num_rows
             Maximum number of mask rows per request that the round needs.
         begun
-            Mark that the model lane reaches when slots have been assigned to batch rows. Kernels
-            have to wait for it, but not the guided decoder.
+            Mark that the model lane reaches when slots have been assigned to batch rows. The copies
+            and kernels of the step wait for this mark, but the guided decoder does not.
         name
             Node name of the step.
         """

@@ -266,8 +266,8 @@ class Prefill:
         """Enqueue the prefill of a prompt, one chunk per iteration.
 
         The caller must have set the slot's page tables. The device must have copied the previous
-        prompt of the slot, because its pinned buffer is overwritten. A prompt must be enqueued
-        completely before the next one begins.
+        prompt of the slot, because this method overwrites the slot's pinned buffer. A prompt must
+        be enqueued completely before the next one begins.
 
         Parameters
         ----------

@@ -61,13 +61,13 @@ class RoundResources:
     drafter
         Drafter; None decodes without speculation.
     mode
-        Draft mode.
+        How drafts are generated and masked.
     masking
-        Class that adds the grammar steps for the draft mode to a graph.
+        Subclass of `DraftMasking` for `mode`.
     sampler
         Samples target tokens, verifies drafts, and samples the drafts of a chain.
     tree
-        Grows draft trees; None for other modes.
+        Samples draft trees level by level; None if `mode` has no such trees.
     state
         State of all slots.
     decoder

@@ -66,8 +66,8 @@ class SplitRound(RoundGraph):
     def _start_graph(self) -> None:
         """End the current graph and continue both lanes in a new one.
 
-        The new graph is launched after the old graph has completed, so none of its nodes needs to
-        wait for a mark (`GraphMark`) in the old graph.
+        The new graph is launched after the old graph has completed, so no node of the new graph
+        needs to wait for a mark (`GraphMark`) in the old graph.
         """
         self._add_graph()
         for lane in (self._model, self._grammar):

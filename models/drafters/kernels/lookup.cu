@@ -10,8 +10,9 @@
 #define VOTE_LONGEST 2  // all occurrences of the longest matching suffix vote
 
 // Stores the tokens of all rows in the histories of their slots. A token at position 0 starts a new
-// request, so the slot's old history is cleared. If kept_count is not 0, the old history is first
-// copied to the kept histories, where it replaces the oldest one. The launch has one block.
+// request, so the slot's old history is cleared. If `kept_count` is not 0, the old history is first
+// copied to the kept histories of finished requests, where it replaces the oldest one. The launch
+// has one block.
 extern "C" __global__ void record_tokens(const int* token, const int* slot, const int* pos,
                                          int rows, int* histories, int length, int slot_count,
                                          int kept_count, int* next_kept) {

@@ -199,8 +199,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   // Totals of the partial sums that are complete so far. Only the first block of a tile needs them.
   // With TALL, they are in shared memory instead.
   float total[COLUMN_TILES][ROW_TILES][4];
-  // row_of and column_of return row and column of sum i in row tile n and column tile m of the
-  // warp.
+  // row_of returns the row of sum i in row tile n, and column_of the column of sum i in column tile
+  // m of this warp.
   const auto row_of = [&](int n, int i) { return own_row + n * 8 + 2 * t + i % 2 >> SPLIT_X; };
   const auto column_of = [&](int m, int i) { return own_column + m * 16 + g + i / 2 * 8; };
   const auto end_part = [&](int part) {

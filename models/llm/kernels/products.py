@@ -116,9 +116,9 @@ class Products:
         )
 
     def gate_interleave(self, dtype: str, columns: int, inner: int) -> int:
-        """Return the number of rows per interleaved group of a gate and up projection.
+        """Return the number of rows per group whose halves (gate and up rows) are interleaved.
 
-        It is 0, which means no interleaving, if `gated_linear` needs two kernels for this weight.
+        Return 0, which means no interleaving, if `gated_linear` needs two kernels for this weight.
         """
         return columns if self.uses_tensor_cores(dtype, columns, inner) else 0
 
