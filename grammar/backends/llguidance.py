@@ -84,7 +84,7 @@ def prepare(spec: Spec, special: Mapping[str, int], automata: bool) -> Prepared:
     if spec.kind != "json_schema":  # JSON schemas have already been checked with LLGuidance
         _check_text(spec, text)
     references = tuple({name for name in _LARK_TOKEN.findall(rules) if name})
-    # An automaton reads bytes, and special tokens have no bytes.
+    # A grammar with special tokens has no automaton, which reads bytes: special tokens have none.
     automaton = compile_automaton(grammar) if automata and not special else None
     return Prepared(text, references, automaton)
 

@@ -138,8 +138,9 @@ class GrammarService:
     A grammar is compiled with the backend that its specification names. If the specification names
     no backend, the engine's backend is used. All work whose running time depends on the text of a
     grammar runs in child processes with limits of time and memory. This work consists of rewriting
-    a schema, and of parsing and compiling a grammar. If a grammar takes too long or crashes a
-    library, only the compilation of this grammar fails.
+    a schema, and of parsing and compiling a grammar. Afterwards, LLGuidance compiles the checked
+    grammar again in this process, within LLGuidance's own limits. If a grammar takes too long or
+    crashes a library, only the compilation of this grammar fails.
 
     The service has two queues, each with its own threads. Each compilation starts in the fast queue
     with a time limit of one second. If the compilation exceeds this limit, it is aborted and starts

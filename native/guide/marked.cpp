@@ -71,14 +71,15 @@ class Marker {
   // ids are legal.
   const int32_t* row(int32_t state) const noexcept;
 
-  // Says whether the tokens of an output begin with the opening. kPartial: they can still become
-  // the opening. kComplete: they begin with it, and the rest is free text. kIllegal: they begin
-  // with it, but the last token is illegal in the free text. kNone: they do not begin with it.
+  // Says whether the tokens of an output begin with the opening. kPartial: further tokens can
+  // complete the opening. kComplete: they begin with it, and the rest is free text. kIllegal: they
+  // begin with it, but the last token is illegal in the free text. kNone: they do not begin with
+  // it.
   enum class Opening { kNone, kPartial, kComplete, kIllegal };
 
-  // Result of opening_step(). For kPartial, `state` is the state for the next call; for kComplete,
-  // it is the state of the scanner after the token, and `found` says whether the token also
-  // completes the marker.
+  // Result of opening_step(). For kPartial, `state` is the argument `state` of the next call of
+  // opening_step(). For kComplete, it is the state of the scanner for the marker after the token,
+  // and `found` says whether the token also completes the marker.
   struct OpeningStep {
     Opening result;
     int32_t state;
@@ -399,7 +400,8 @@ class MarkedMatcher final : public NativeMatcher {
       num_grammar_tokens_ -= inside;
     }
     // In an output without the opening, `num_grammar_tokens_` counts only the tokens that follow
-    // `opening_tokens_`. When all of them are undone, the output can become the opening again.
+    // `opening_tokens_`. When all of them are undone, further tokens can complete the opening
+    // again.
     const bool in_opening = num_grammar_tokens_ == 0 && marker_->has_opening() && !opened_;
     skipped_.resize(skipped_.size() - static_cast<size_t>(skipped));
     if (inside + skipped == tokens && !in_opening) return Outcome::kYes;

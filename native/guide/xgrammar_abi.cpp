@@ -56,8 +56,8 @@ void symbol(void* library, const char* name, Function* out) {
 
 // Returns the function object of a method of XGrammar's matcher. TVM-FFI's type table owns the
 // object until the process ends. `result` and `parameters` are the expected types in the notation
-// of XGrammar's metadata. The metadata has one list of all types before release 0.2.9, and two
-// lists since then.
+// of XGrammar's metadata. Before release 0.2.9, the metadata has one list of the result type and
+// the parameter types. Since then, it has one list for the result and one for the parameters.
 void* method(const TypeInfo& type, const std::string& name, const std::string& result,
              const std::string& parameters) {
   for (int i = 0; i < type.num_methods; ++i) {

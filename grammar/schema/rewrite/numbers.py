@@ -71,7 +71,7 @@ class Numbers:
 
     def __init__(self, root: Any):
         self._has_integers = False
-        #: Bounds of the subschemas that LLGuidance may combine with the current subschema.
+        #: Bounds of the current subschema and of those that LLGuidance may combine with it.
         self._bounds: set[Fraction] = set()
         self._multiples: list[Fraction] = []
         parts = subschemas(root)

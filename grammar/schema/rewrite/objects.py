@@ -87,7 +87,7 @@ def property_names(names: Any, schema: SchemaObject) -> SchemaObject:
     The result contains new values of ``properties``, ``patternProperties`` and
     ``additionalProperties``. If `names` allows no name, the result is ``maxProperties: 0``. Raise
     `NoExactForm` if no pattern is known for the names, or if the object schema has
-    ``patternProperties``, so that two patterns would have to be intersected.
+    ``patternProperties`` or a schema for additional properties that cannot be combined with it.
     """
     if names is True or names == {}:
         return {}
@@ -155,8 +155,9 @@ def property_count(schema: SchemaObject) -> tuple[list[Any] | None, bool]:
     """Return schemas whose union is equivalent to ``minProperties`` and ``maxProperties``.
 
     There is one schema for each set of optional properties that may be present together. An empty
-    list means that the bounds always hold, so no schema is needed. None means that no listed
-    property is optional, so the two keywords can be kept.
+    list means that the bounds hold for all objects or for none; they hold if the number of required
+    properties is within them. None means that no listed property is optional, so the two keywords
+    can be kept.
 
     The second result is True if the schemas exclude valid objects. An output may repeat a name that
     is not listed in ``properties``, so the schemas count at most one unlisted property. Raise
@@ -262,8 +263,9 @@ def contains(part: Any, schema: SchemaObject, prefix: str) -> list[Any]:
 
     The required items can be at different positions of the array. There is one schema for each set
     of positions. `prefix` is the keyword that the document's draft uses for the schemas of the
-    first items: ``"prefixItems"`` or ``"items"``. Raise `NoExactForm` if the array schema has no
-    ``maxItems`` or has ``maxContains``, or if there are too many sets of positions.
+    first items: ``"prefixItems"`` or ``"items"``. Raise `NoExactForm` if the array schema has
+    ``maxContains`` or, unless `part` allows every item, no ``maxItems``, or if there are too many
+    sets of positions.
     """
     min_contains = int(schema.get("minContains", 1))
     max_items = schema.get("maxItems")
