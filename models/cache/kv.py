@@ -198,7 +198,7 @@ class PagedKV:
             self.idle_version += 1
 
     def _update_idle_or_free(self, page: int) -> None:
-        """If no slot uses a page, make it idle if it is retained, and free otherwise."""
+        """Make a page that no slot uses idle if the prefix cache retains it, and free otherwise."""
         if self._num_slots[page]:
             return
         if self._retained[page]:

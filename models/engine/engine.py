@@ -539,21 +539,21 @@ class Engine:
     # Counters ---------------------------------------------------------------------------------
 
     def _update_forced_tokens(self) -> dict[str, int]:
-        """Update `stats.forced_tokens` from the guided decoder's counters and return these."""
+        """Update `stats.forced_tokens`, and return the guided decoder's counters."""
         counters = self._resources.decoder.counters()
         total = self._count_forced_tokens(counters)
         self.stats.forced_tokens = total - self._forced_tokens_at_reset
         return counters
 
     def _count_forced_tokens(self, counters: dict[str, int]) -> int:
-        """Return the number of accepted forced drafts, given the counters of the decoder."""
+        """Return the number of accepted forced drafts, given the counters of the guided decoder."""
         count = counters["forced_tokens"]
         if self.options.forced_drafts:
             count += self._automata_counters().get("forced_tokens", 0)
         return count
 
     def _automata_counters(self) -> dict[str, int]:
-        """Return the counters of automata on the device; wait for the device if it has automata."""
+        """Return the counters of the automata; wait until the device is idle if there are any."""
         automata = self._resources.automata
         if automata is None:
             return {}

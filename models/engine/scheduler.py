@@ -109,7 +109,7 @@ class Outbox:
         self._claimed.add(submission)
 
     def release(self, submissions: Iterable[int]) -> None:
-        """Release claimed requests and drop those of their events that have not been fetched."""
+        """End the claims on requests, and drop their events that have not been fetched."""
         for submission in submissions:
             self._claimed.discard(submission)
             self._events.pop(submission, None)
@@ -243,7 +243,7 @@ class Scheduler:
     # Phases of a step ---------------------------------------------------------------------------
 
     def step(self, shield: Shield) -> None:
-        """Admit ready requests, launch up to `max_in_flight` rounds and read the oldest one."""
+        """Admit requests, launch rounds up to `max_in_flight` in flight, and read the oldest."""
         posted = self.outbox.posted
         self._expire()
         # While a loop is running, `launch` launches nothing. It may ask the loop to end.

@@ -126,7 +126,7 @@ class RoundResources:
         return self.mode.branch
 
     def scratch(self, max_batch: int) -> RoundScratch:
-        """Allocate the row arrays for buckets of up to `max_batch` requests."""
+        """Allocate the arrays that graphs with up to `max_batch` batch rows read and write."""
         config = self.target.config
         drafter = self.drafter
         features = 0

@@ -28,9 +28,9 @@ _WARP_BLOCK = 128
 _TILE = 16
 _THREAD_QUERIES = 48
 _THREAD_BLOCKS = 8  # few rows are divided among this many blocks, to use several CPU threads
-_SPLIT = 64  # minimum positions per part of split attention
+_SPLIT = 64  # minimum number of positions per part
 _MAX_PARTS = 32
-_BLOCKS = 2 * MULTIPROCESSORS  # blocks of split attention that run at the same time
+_BLOCKS = 2 * MULTIPROCESSORS  # number of blocks of split attention that run at the same time
 
 
 @dataclass(frozen=True)

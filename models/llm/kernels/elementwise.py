@@ -11,7 +11,7 @@ from graft.sampling.checks import expect
 
 
 class Elementwise:
-    """Elementwise kernels. Each thread computes one element; in the CPU form, several."""
+    """Elementwise kernels. A thread computes one element, or several in the form ``thread``."""
 
     def __init__(self, loader: KernelLoader, norms: Norms) -> None:
         self._loader = loader

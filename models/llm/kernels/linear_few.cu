@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   const Input* from[TILES];
 #pragma unroll
   for (int n = 0; n < TILES; ++n) {
-    const int row = first + (n * 8 + g >> SPLIT_X);  // a row after the last one reads the last row
+    const int row = first + (n * 8 + g >> SPLIT_X);  // rows after the last row load the last row
     from[n] = x + static_cast<long long>(row < rows ? row : rows - 1) * inner + 8 * t;
   }
   const int chunks = inner / CHUNK;
