@@ -330,12 +330,12 @@ class GrammarMatcher:
             return forced[: error.start].decode()
 
     def rollback(self, num_tokens: int = 1) -> None:
-        """Undo the last `num_tokens` steps.
+        """Undo the last `num_tokens` steps, that is, calls that accepted a token or a text.
 
         Raises
         ------
         GrammarError
-            `num_tokens` is negative or larger than the number of accepted steps.
+            `num_tokens` is negative or larger than the number of these steps.
         """
         if not 0 <= num_tokens <= len(self._steps):
             raise GrammarError(

@@ -142,7 +142,7 @@ def words(expression: Expression, max_words: int) -> list[str] | None:
 
 
 def _products(parts: list[list[str]], max_words: int) -> list[str] | None:
-    """Return all concatenations of one text from each part; None if more than `max_words`."""
+    """Return all concatenations of one text of each part; None if they exceed `max_words`."""
     if math.prod(map(len, parts)) > max_words:
         return None
     return ["".join(texts) for texts in itertools.product(*parts)]

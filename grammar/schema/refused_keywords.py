@@ -54,7 +54,8 @@ _EXPLANATIONS = (
     ),
     (r"(Unsatisfiable .*)", r"allows no output (\1)"),
 )
-#: Error of a schema whose rewriting does not end after `_Search` has removed keywords from it.
+#: Error of a schema whose rewriting does not end. This can happen after `_Search` has removed
+#: keywords from the schema.
 _ENDLESS = "rewriting does not end"
 
 #: Errors that only occur because `_Search` has removed other keywords from the schema.

@@ -215,7 +215,8 @@ __device__ __forceinline__ void count_ids(unsigned int word, int w, int& legal, 
   last = w * 32 + 31 - __clz(static_cast<int>(word));
 }
 
-// Open step: calls request_row() for the mask rows that verification reads (row 0 and the rows of
+// Open step: advances the state of each request by committed tokens that no commit step has
+// applied, and calls request_row() for the mask rows that verification reads (row 0 and the rows of
 // the drafts), except for rows that are already filled. If `copied` is set, the host's mask rows
 // were copied over the rows of all slots, so no row counts as filled.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
