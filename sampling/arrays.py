@@ -105,7 +105,8 @@ class SamplingArrays:
         # Tables of draft probabilities: the distribution that each draft was sampled from.
         table_shape = (self.state.slots, self.mode.tables, max(self.draft_vocab.size, 1))
         self.draft_probs = device.zeros(table_shape, "float32")
-        # What the first launch for a draft has read from host memory about each batch row.
+        # DraftInput of each batch row. The first launch for a draft reads it from host memory, and
+        # later launches for this draft read this copy.
         input_words = read_struct(KERNELS / "sample.cu", "DraftInput").itemsize // 4
         self.draft_inputs = device.zeros((self.max_batch, input_words), "int32")
         # Results of rejection sampling by forward row: the weight of the target distribution in the

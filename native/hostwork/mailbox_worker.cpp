@@ -20,7 +20,7 @@ struct Worker::Core {
   const WorkerOptions options;
   mutable std::mutex mutex;
   std::condition_variable wake;
-  // Guarded by the mutex:
+  // The mutex guards `ports`, `parked` and `stop`.
   std::vector<std::shared_ptr<Port>> ports;
   bool parked = false;
   bool stop = false;

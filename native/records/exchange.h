@@ -18,14 +18,14 @@
 #define RECORDS_FUNCTION inline
 #endif
 
-// State of a mask row.
+// Values of RowStamp.state, the state of a mask row.
 #define ROW_NOT_READY 0  // not filled for the current position
 #define ROW_FREE 1       // every id is legal; the mask is not written
 #define ROW_READY 2      // the mask is filled and has a legal id
 #define ROW_DEAD_END 3   // no id is legal
 #define ROW_ERROR 4      // the grammar backend failed
 
-// Reason for which verification ended a request.
+// Reasons for which verification ends a request.
 #define REASON_NONE 0
 #define REASON_STOP 1
 #define REASON_LENGTH 2

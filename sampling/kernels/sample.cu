@@ -101,14 +101,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   }
 }
 
-// What sample_draft has read from host memory about a batch row.
+// Data about a batch row that sample_draft reads from host memory.
 struct DraftInput {
   int known;          // token of the draft; -1: it is sampled
   int state;          // ROW_* of the mask row under which it is sampled
   int unconstrained;  // whether the request has no grammar
 };
 
-// Reads the input for draft j of a slot.
+// Reads the data for draft j of a slot from host memory.
 __device__ __forceinline__ DraftInput read_draft_input(const int* exchange,
                                                        const ExchangeLayout& layout, int index,
                                                        const Slot& slot, int j, int replay) {
@@ -128,7 +128,8 @@ __device__ __forceinline__ DraftInput read_draft_input(const int* exchange,
 }
 
 // Samples draft j of a chain, for each slot that committed tokens in this replay, is still active
-// and has j - 1 drafts. Only tokens that mask row j - 1 allows can be drafts.
+// and has j - 1 drafts. If drafts are masked (is_masked_mode), only tokens that mask row j - 1
+// allows can be drafts.
 //
 // Whether draft j is generated depends only on the tokens before it: on the state of the mask row,
 // stop ids, the length limit, and the drafter's legal logits. It never depends on the token that
@@ -141,11 +142,11 @@ __device__ __forceinline__ DraftInput read_draft_input(const int* exchange,
 // Requests without a grammar are not probed; their drafts are sampled from the drafter's
 // distribution.
 //
-// If the grammar forces a token, this token is the draft, even if the drafter's vocabulary does not
-// contain it.
+// If drafts are masked and the grammar forces a token, this token is the draft, even if the
+// drafter's vocabulary does not contain it.
 //
-// The launch of STEP_BEST reads host memory and stores what it has read in `inputs`, for the
-// launches of later steps.
+// The launch that runs STEP_BEST reads the DraftInput of each batch row from host memory and stores
+// it in `inputs`, from which the launches of later steps read it.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     sample_draft(float* logits, int draft_vocab, int token_limit, const int* d2t, const int* t2d,
                  const int* row_slot, int j, const int* masks, const int* tables, int vocab_size,

@@ -6,13 +6,13 @@
 #include "graft.cuh"
 #include "native/records/exchange.h"
 
-// Slot.verify: verification mode.
+// Values of Slot.verify, the verification mode.
 #define VERIFY_REJECTION 0
 #define VERIFY_COUPLED 1
 #define VERIFY_PER_TOKEN 2
 #define VERIFY_RELAXED 3
 
-// Slot.q_kind: distribution that a draft was sampled from.
+// Values of Slot.q_kind, the distribution that a draft was sampled from.
 #define DRAFT_DENSE 0  // the stored table q
 #define DRAFT_POINT 1  // a point mass: argmax, coupled, probed, forced or proposed
 
@@ -21,14 +21,14 @@
 #define MAX_DRAFTS 64
 #define MAX_LOGPROBS 20
 
-// Slot.adjust: adjustments of a request's logits, as bits.
+// Bits of Slot.adjust, the adjustments of a request's logits.
 #define ADJUST_BIAS 1
 #define ADJUST_COUNTS 2    // penalties that depend on token counts
 #define ADJUST_STOPS 4     // stop ids are illegal below position `earliest_stop`
 #define ADJUST_LOGPROBS 8  // logits are stored, and log probabilities are reported
 #define ADJUST_MASKED 16   // logits are stored after adjustment and masking, not before
 
-// Slot.accept_prob: moving average of how often each draft is accepted.
+// Constants for Slot.accept_prob, the moving average of how often each draft is accepted.
 #define ACCEPT_PROB_INITIAL 0.7f        // initial value of draft 1; for draft j, its j-th power
 #define ACCEPT_PROB_DECAY 0.8f          // weight of the old value in a round that tested the draft
 #define ACCEPT_PROB_RECOVERY 0.015625f  // step towards the initial value in any other round
@@ -180,9 +180,9 @@ __device__ __forceinline__ bool is_coupled(const Slot& slot) {
 // Returns whether the first `count` drafts are verified by acceptance tests. This is the case if
 // they are a chain, at least one of them was sampled from a stored distribution, and the request is
 // neither coupled nor greedy. Otherwise a target token is sampled for every row, and a draft is
-// accepted if it equals this token. A draft that was not sampled (a point mass) is accepted with
-// the same probability in both ways. Which way is chosen depends only on the tokens before the
-// first sampled draft, so verification remains exact.
+// accepted if it equals this token. A point mass (DRAFT_POINT) is accepted with the same
+// probability in both ways. Which way is chosen depends only on the tokens before the first sampled
+// draft, so verification remains exact.
 __device__ __forceinline__ bool is_testing(const Slot& slot, int count) {
   bool chain = !is_coupled(slot) && slot.temperature >= GREEDY_TEMPERATURE;
   bool has_dense = false;

@@ -766,9 +766,9 @@ static bool fits(const Function& f, size_t arguments, size_t results) {
 }
 
 // Adds an indirect call: inlines all functions that it may call and adds a branch to one of them.
-// These are the functions in the call's .calltargets list. Without a list, they are all functions
-// whose address is taken and whose numbers of arguments and results match, except those in whose
-// inlined copy the call is.
+// It may call the functions in its .calltargets list. Without a list, it may call every function
+// whose address is taken and whose numbers of arguments and results match, unless the call is
+// inside an inlined copy of this function.
 void Builder::emit_indirect_call(Instance& instance, const Call& call, unsigned depth) {
   const std::vector<Operand>& operands = call.statement.operands;
   std::vector<const Function*> candidates;

@@ -141,7 +141,8 @@ class Builder {
   std::map<std::pair<const Symbols*, std::string>, uint64_t> shared_;
   std::vector<size_t> labels_;                 // index of the instruction at each label
   std::vector<std::pair<size_t, int>> jumps_;  // (index of a jump, label of its target)
-  // An element of the operand pool that will contain the distance from an instruction to a label.
+  // An element of Kernel::operand_pool that will contain the distance from an instruction to a
+  // label.
   struct PoolJump {
     size_t instruction;
     size_t pool;

@@ -44,7 +44,7 @@ class LaunchCounts {
   void write(const std::string& path) const;
 
  private:
-  // The memory of accesses that are counted.
+  // Kinds of memory whose accesses are counted separately.
   enum Part : uint8_t { global, host, shared, local, parts };
   using Bytes = std::array<uint64_t, parts>;
 

@@ -12,7 +12,7 @@ namespace {
 
 constexpr uint64_t kWordsPerPage = 256;
 // Maximum number of pages of 1 KiB whose accesses are recorded in one launch. The records need up
-// to 800 MB. Accesses of further pages are not checked.
+// to 870 MB. Accesses of further pages are not checked.
 constexpr size_t kMaxPages = 1 << 16;
 // Maximum numbers of clocks that blocks publish by releases (INVARIANTS.md P12): in one word, and
 // in all words of a launch. All clocks together need at most 12 MB.

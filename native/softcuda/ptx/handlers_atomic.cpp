@@ -121,8 +121,8 @@ struct AddHalves {
   }
 };
 
-// op[0] is the destination or kNoRegister, op[1] the address, op[2] and op[3] the operands. The
-// operand pool at op[4] has the operands of vectors.
+// op[0] is the destination or kNoRegister, op[1] the address, op[2] and op[3] the operands. If the
+// operands are vectors, Kernel::operand_pool has them from index op[4] on.
 template <class T, class Op>
 const Instr* atomic(Warp& w, const Instr* in) {
   const auto space = static_cast<Space>(in->aux >> kSpaceShift & 7);

@@ -454,8 +454,9 @@ bool decode_async(Builder& b, Opcode& op, Instr& in) {
   return true;
 }
 
-// op[0] is the address of the called function. The operand pool at `imm` has `count` pairs: the
-// number of a function that the call may reach, and the distance to its inlined body.
+// op[0] is the address of the called function. From index `imm` on, Kernel::operand_pool has
+// `count` pairs: the number of a function that the call may reach, and the distance to its inlined
+// body.
 const Instr* indirect_call(Warp& w, const Instr* in) {
   const uint64_t* address = src_lanes<uint64_t>(w, in->op[0]);
   const int32_t* table = w.block->kernel->operand_pool.data() + in->imm;
@@ -470,7 +471,7 @@ const Instr* indirect_call(Warp& w, const Instr* in) {
   });
 }
 
-// recursion.cpp describes the operand pool at `imm`.
+// recursion.cpp describes the elements of Kernel::operand_pool from index `imm` on.
 const Instr* recursive_call(Warp& w, const Instr* in) {
   for (uint32_t left = w.mask; left != 0; left &= left - 1) {
     if (!push_frame(w, in, static_cast<unsigned>(__builtin_ctz(left)))) return in;

@@ -425,7 +425,7 @@ const Instr* convert_to_pair(Warp& w, const Instr* in) {
   }
   return in + 1;
 }
-// e4m3x2 and e5m2x2 to f16x2.
+// Conversions of e4m3x2 and e5m2x2 to f16x2.
 const Instr* convert_from_pair(Warp& w, const Instr* in) {
   const General g = unpack_general(in);
   const Format& format = format_of(g.from);

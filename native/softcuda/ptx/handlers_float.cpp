@@ -5,7 +5,7 @@ namespace softcuda {
 namespace ptx {
 namespace {
 
-// Instr::aux of floating-point instructions.
+// Bits of Instr::aux in floating-point instructions.
 constexpr uint32_t kFlush = 1;
 constexpr uint32_t kSaturate = 2;
 constexpr unsigned kRoundingShift = 4;

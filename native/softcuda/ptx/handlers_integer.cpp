@@ -105,7 +105,7 @@ struct SubSat {
   }
 };
 
-// High halves of products.
+// An integer type with twice as many bits, for the high halves of products.
 template <class T>
 struct Wider;
 template <>
@@ -776,7 +776,7 @@ bool decode_bits(Builder& b, Opcode& op, Instr& in, Type type) {
         is_signed ? (wide ? bfe<int64_t> : bfe<int32_t>) : (wide ? bfe<uint64_t> : bfe<uint32_t>);
     return true;
   }
-  // bfi
+  // The instruction is bfi.
   same_type(b, in, type, 2);
   in.op[3] = b.src(b.operand(3), Type::u32);
   in.op[4] = b.src(b.operand(4), Type::u32);

@@ -141,7 +141,7 @@ inline bool uses_stores(const Warp& w, const Instr* in) {
 }
 
 // Loads `count` elements of type M and stores them in registers of type D. op[1] is the address.
-// For one element op[0] is the destination; otherwise the operand pool has the destinations.
+// For one element op[0] is the destination; otherwise Kernel::operand_pool has the destinations.
 template <Space S, class M, class D>
 const Instr* load(Warp& w, const Instr* in) {
   alignas(64) char* at[kLanes];

@@ -279,8 +279,8 @@ bool all_lanes(Warp& w, const Instr* in, const Instr** next) {
 namespace {
 
 // mma.sync. `count` is the inner dimension, `kind` the element type of A. `aux` has the element
-// type of B; bit 8 is set for float16 accumulators, and bit 9 if sums saturate. The operand pool at
-// `imm` has the registers of D, A, B and C.
+// type of B; bit 8 is set for float16 accumulators, and bit 9 if sums saturate. From index `imm`
+// on, Kernel::operand_pool has the registers of D, A, B and C.
 const Instr* mma(Warp& w, const Instr* in) {
   const Instr* next = in;
   if (!all_lanes(w, in, &next)) return next;
@@ -343,8 +343,8 @@ const Instr* mma(Warp& w, const Instr* in) {
 }
 
 // ldmatrix and stmatrix. `count` is the number of matrices; `kind` is a sum of 1 (transposed) and 2
-// (store). op[0] is the address; lane 8 m + i has that of row i of matrix m. The operand pool at
-// `imm` has the registers, followed by the number of bytes to add to the addresses.
+// (store). op[0] is the address; lane 8 m + i has that of row i of matrix m. From index `imm` on,
+// Kernel::operand_pool has the registers, followed by the number of bytes to add to the addresses.
 const Instr* matrix_access(Warp& w, const Instr* in) {
   const Instr* next = in;
   if (!all_lanes(w, in, &next)) return next;

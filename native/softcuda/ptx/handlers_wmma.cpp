@@ -45,9 +45,9 @@ Place place(unsigned s, unsigned bits) {
 }
 
 // wmma.load and wmma.store. op[0] is the address, op[1] the stride or kNoRegister, `kind` the role
-// of the matrix (A, B or C), and `count` the bytes of an element. The operand pool at `imm` has the
-// index of the shape, the number of bytes to add to the address, the number of registers, the
-// registers, and a last word that is 1 for a store.
+// of the matrix (A, B or C), and `count` the bytes of an element. From index `imm` on,
+// Kernel::operand_pool has the index of the shape, the number of bytes to add to the address, the
+// number of registers, the registers, and a last word that is 1 for a store.
 const Instr* matrix_access(Warp& w, const Instr* in) {
   const Instr* next = in;
   if (!all_lanes(w, in, &next)) return next;
@@ -142,8 +142,8 @@ void multiply_part(const Kernel& kernel, const Instr* in, const Shape& shape, Ma
   for (unsigned i = 0; i < rows; ++i) std::memcpy(m.c[row + i] + column, d[i], sizeof d[i]);
 }
 
-// wmma.mma. `kind` is the element type of A and B. The operand pool at `imm` has the index of the
-// shape, the numbers of registers of D, A, B and C, and the registers.
+// wmma.mma. `kind` is the element type of A and B. From index `imm` on, Kernel::operand_pool has
+// the index of the shape, the numbers of registers of D, A, B and C, and the registers.
 const Instr* multiply(Warp& w, const Instr* in) {
   const Instr* next = in;
   if (!all_lanes(w, in, &next)) return next;

@@ -131,7 +131,7 @@ inline uint16_t bf16_of_float(float f) {
   return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : rounded);
 }
 inline float float_of_f16(uint16_t h) {
-  // Integer arithmetic, because denormals may be flushed.
+  // Use integer arithmetic, because the processor may flush denormals.
   const uint32_t sign = uint32_t{h} << 16 & 0x80000000u;
   const uint32_t exponent = h >> 10 & 31u;
   const uint32_t mantissa = h & 0x3ffu;

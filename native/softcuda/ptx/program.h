@@ -350,7 +350,7 @@ inline void yield_turn(Warp& w) {
 // for all threads. With `wait`, the lanes wait until the barrier is complete.
 const Instr* arrive_at_barrier(Warp& w, const Instr* in, uint32_t lanes, unsigned barrier,
                                unsigned threads, bool wait, uint32_t predicate);
-// The barrier instruction's reduction, in Instr::kind.
+// Values of Instr::kind in barrier instructions: the reduction that the barrier computes.
 enum BarrierKind : uint16_t { kBarrier, kBarrierCount, kBarrierAnd, kBarrierOr };
 // Records that lanes have exited, which may complete barriers.
 void lanes_exited(Warp& w, uint32_t lanes);

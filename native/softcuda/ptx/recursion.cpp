@@ -10,11 +10,11 @@ namespace ptx {
 
 namespace {
 
-// The operand pool of a recursive call contains: the distance to the body of the called copy; the
-// number of this copy (Builder::Instance); the bytes of the frame; and three lists, each preceded
-// by its length. The lists are (from, to, bytes) of each argument, (from, to, bytes) of each
-// result, and (address, bytes) of the parameter memory to save. All addresses are offsets in the
-// thread's local memory.
+// For a recursive call, Kernel::operand_pool contains: the distance to the body of the called copy;
+// the number of this copy (Builder::Instance); the bytes of the frame; and three lists, each
+// preceded by its length. The lists are (from, to, bytes) of each argument, (from, to, bytes) of
+// each result, and (address, bytes) of the parameter memory to save. All addresses are offsets in
+// the thread's local memory.
 constexpr size_t kHeader = 3;
 
 char* local_memory(const Warp& w, unsigned lane) {

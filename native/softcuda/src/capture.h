@@ -17,7 +17,7 @@ bool capture_launch(CUstream stream, const Exec& exec);
 bool capture_record(CUstream stream, CUevent event);
 bool capture_wait(CUstream stream, CUevent event);
 
-// Forgets the captured nodes of an event.
+// Removes a destroyed event from its capture.
 void capture_event_destroyed(CUevent event);
 // Removes a destroyed stream from its capture. This invalidates the capture, unless the work
 // captured on the destroyed stream was already joined to the origin stream.

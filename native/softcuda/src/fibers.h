@@ -63,7 +63,7 @@ class FiberPool {
 
 #if defined(SOFTCUDA_ASAN_FIBERS) || defined(SOFTCUDA_TSAN_FIBERS)
 void switch_context(Context* from, Context* to);
-// Call this first on a new stack.
+// Announces to the sanitizer that a new stack runs. Must be the first call on this stack.
 void announce_new_stack();
 // Announces to the sanitizer that a signal handler has jumped to the worker's own stack. Call this
 // function after the jump.

@@ -144,8 +144,8 @@ void check_ranges(const CUdeviceptr* ptrs, const size_t* sizes, size_t count, ui
   find_stream(stream);
 }
 
-// Prefetches each range of a batch to the location of its group. Group i begins with the range
-// firsts[i].
+// Prefetches each range of a batch to the location of its group. The ranges are grouped in order:
+// group i begins with range number firsts[i], and its location is locations[i].
 void prefetch_batch(const CUdeviceptr* ptrs, const size_t* sizes, size_t count,
                     const CUmemLocation* locations, const size_t* firsts, size_t groups,
                     CUstream stream) {

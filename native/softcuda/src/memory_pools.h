@@ -15,7 +15,7 @@ struct MemoryPool {
   int type = CU_MEM_ALLOCATION_TYPE_PINNED;
   CUmemLocation location{CU_MEM_LOCATION_TYPE_DEVICE, 0};
   size_t max_size = 0;  // 0: no limit
-  // The other members are guarded by memory_mutex().
+  // memory_mutex() guards the following data members.
   int reuse[3] = {1, 1, 1};
   uint64_t release_threshold = 0;
   uint64_t used = 0, used_high = 0, reserved = 0, reserved_high = 0;

@@ -10,8 +10,8 @@ struct Module;
 // Value of CU_LIMIT_STACK_SIZE: bytes per thread for recursive calls of PTX kernels.
 size_t stack_limit();
 
-// One kernel of a module. Each worker has its own copy of the kernel image (INVARIANTS.md K1). The
-// tables of the image therefore exist once per worker.
+// One kernel of a module. Each worker has its own copy of the kernel image (INVARIANTS.md K1), with
+// its own kernel table and entries.
 struct Function {
   std::string name;
   void* handle = nullptr;

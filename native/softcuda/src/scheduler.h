@@ -150,7 +150,7 @@ struct Op {
   int indegree = 0;            // number of nodes on which this node depends
   // For an event node: the index of its operation in LaunchEvents.
   unsigned event_slot = 0;
-  // Used by kernels only (INVARIANTS.md S8).
+  // Used by kernel launches only (INVARIANTS.md S8).
   std::atomic<uint64_t> next_block{0};  // index of the next block to run
   std::atomic<int> users{0};            // number of workers that run blocks of the kernel
   // Kernels loaded from PTX only: the state of the running launch, which its workers share.
@@ -199,7 +199,7 @@ struct Stream {
   CUcontext context = nullptr;
   // Attributes that were set by cuStreamSetAttribute (stream_attributes.cpp).
   std::map<int, AttributeValue> attributes;
-  // The scheduler's mutex guards these fields.
+  // The scheduler's mutex guards `tail` and `host`.
   OpRef tail;  // the operation that was enqueued last
   // The last enqueued operation that runs a host function. With SOFTCUDA_LOCK_MODEL=2,
   // cuLaunchHostFunc waits for it.
