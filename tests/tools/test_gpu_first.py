@@ -190,6 +190,7 @@ SUMMARY = "echo ERROR SUMMARY: 0 errors; echo RACECHECK SUMMARY: 0 hazards displ
 def run(tmp_path, monkeypatch):
     """A run in a section without a time limit. The short run of an engine prints two tokens."""
     monkeypatch.setattr(gpu_first, "SHORT_RUN", "print('generated', [[1, 2], [3]])")
+    monkeypatch.setattr(gpu_first, "SANITIZED_TESTS", {})
     run = gpu_first.Run(tmp_path / "out", small=True)
     run.deadline = time.monotonic() + 600
     run.section = "x"
@@ -374,6 +375,7 @@ def test_run_writes_all_other_results_after_faults(tmp_path, monkeypatch, capfd,
     failed = {key for key, outcome in outcomes.items() if outcome == "failed"}
     tools = {("stage0", "driver"), ("build", "native module"), ("measure", "ncu")}
     tools |= {("sanitizer", "memcheck"), ("sanitizer", "racecheck")}
+    tools |= {("sanitizer", f"memcheck of {name}") for name in gpu_first.SANITIZED_TESTS}
     failed -= {("stage0", "kernels")}  # NVRTC need not be installed
     assert failed == SABOTAGED | tools
     assert {section for section, _ in outcomes} == set(small_sections)
@@ -408,7 +410,8 @@ def test_run_passes_on_the_soft_device(tmp_path, monkeypatch, small_sections):
     for section in ("features", "compile", "tests", "truth", "modes", "measure"):
         passed = [key for key, outcome in outcomes.items() if outcome == "passed"]
         assert any(key[0] == section for key in passed), section
-    assert outcomes["sanitizer", "memcheck"] == "passed"
+    for name in ("memcheck", "racecheck", "memcheck of conditional nodes"):
+        assert outcomes["sanitizer", name] == "passed"
 
 
 def test_run_starts_without_the_native_module_and_cupy(tmp_path):
