@@ -33,8 +33,9 @@ class StreamCreation final : public Reapable {
   const Handle stream;
 };
 
-// The streams of graft, each with an event. Shows which work on these streams has ended. Used by
-// the reaper thread only.
+// The streams of graft, each with an event that shows which work on the stream has ended. Time is
+// divided into numbered periods, so that a caller can ask whether all work has ended that was
+// enqueued before a period began. Used by the reaper thread only.
 class StreamFences {
  public:
   void add(Handle stream) { streams_.push_back({stream}); }
@@ -45,7 +46,7 @@ class StreamFences {
     if (it->event != nullptr) driver().event_destroy(it->event);
     streams_.erase(it);
   }
-  // Begins a period. ended() covers the work that was enqueued before this call.
+  // Begins a period and returns its number.
   std::uint64_t next_period() { return ++period_; }
   // Records and queries the events. Returns whether the streams were idle. Streams that are
   // capturing are left out, because querying captured work would invalidate the capture.
@@ -68,7 +69,8 @@ class StreamFences {
     }
     return idle;
   }
-  // Returns the last period whose work has ended on all streams.
+  // Returns the number of a period. The work that was enqueued before this period began has ended
+  // on all streams.
   std::uint64_t ended() const {
     std::uint64_t period = period_;
     for (const Fence& fence : streams_) period = std::min(period, fence.ended);
@@ -81,7 +83,7 @@ class StreamFences {
     Handle event = nullptr;
     bool pending = false;        // whether the event was recorded and is not known to be reached
     std::uint64_t recorded = 0;  // period in which the event was recorded
-    std::uint64_t ended = 0;     // last period whose work on the stream has ended
+    std::uint64_t ended = 0;     // the work from before this period has ended on the stream
   };
 
   // CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED to CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD.

@@ -19,8 +19,8 @@ class Reapable {
  public:
   virtual ~Reapable() = default;
   // Releases the resource. Called on the reaper thread without the GIL; may call the driver. Python
-  // references are not released here but appended to `references`, which the reaper releases
-  // afterwards, all under one acquisition of the GIL.
+  // references are not released here but appended to `references`. The reaper releases them
+  // afterwards, together with those of other objects, under one acquisition of the GIL.
   virtual void reap(std::vector<PyObject*>& references) noexcept = 0;
   // Returns whether device work that was enqueued before retire() may use the resource. The reaper
   // then calls reap() only after this work has ended (INVARIANTS.md L8).

@@ -982,7 +982,7 @@ std::shared_ptr<Kernel> Builder::build(const Function& entry, bool linked) {
   place_shared(entry);
   place_params(entry, instance);
   emit_function(entry, instance, 0);
-  // Threads that reach the end of the function exit.
+  // A thread that reaches the end of the kernel exits.
   Statement end;
   end.line = entry.body.empty() ? entry.line : entry.body.back().line;
   end.opcode = "exit";

@@ -362,7 +362,8 @@ SC_API(cuGetProcAddress_v2, 12000, kAlways, const char*, name, void**, out, int,
   require(name != nullptr && out != nullptr);
   const EntryPoint* newest = nullptr;
   bool known = false;
-  // Every other name is the exported symbol without its version suffix.
+  // Since CUDA 12, the name cuGraphInstantiate means cuGraphInstantiateWithFlags. Every other name
+  // is the exported symbol without its version suffix.
   if (version >= 12000 && std::strcmp(name, "cuGraphInstantiate") == 0) {
     name = "cuGraphInstantiateWithFlags";
   }

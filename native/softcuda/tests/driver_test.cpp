@@ -15,7 +15,7 @@ namespace {
 constexpr unsigned kWords = 256;
 constexpr size_t kBytes = kWords * sizeof(unsigned);
 
-// Adds its parameter to each word of an array.
+// A kernel that adds the parameter `number` to each word of an array.
 constexpr char kAdd[] = R"(.version 8.0
 .target sm_90
 .address_size 64
