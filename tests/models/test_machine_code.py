@@ -93,6 +93,30 @@ def test_linear_few_computes_only_scales_that_exist(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("row_block", "weight8", "moves", "most"),
+    [
+        (256, 0, 20, 220),
+        pytest.param(256, 1, 20, 335, marks=FULL),
+        pytest.param(128, 0, 30, 350, marks=FULL),
+        pytest.param(64, 0, 20, 225, marks=FULL),
+    ],
+)
+def test_linear_many_main_loop_has_few_instructions(arch, row_block, weight8, moves, most):
+    """Few of the instructions move operands to other registers.
+
+    A stage of 256 rows has 64 mma instructions, like one of 128 rows; one of 64 rows has 32.
+    """
+    code = compile_kernel("linear_many", arch, ROW_BLOCK=row_block, X16=1, WEIGHT8=weight8)
+    first = index_of(code, "HMMA")
+    begin = max(i for i in range(first) if code[i].startswith("BAR"))
+    loop = code[begin : last_index_of(code, "HMMA") + 1]
+    assert count(loop, "HMMA") == (32 if row_block == 64 else 64)
+    assert count(loop, "MOV", "IMAD.MOV") <= moves
+    assert len(loop) <= most
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("row_block", [32, *(pytest.param(n, marks=FULL) for n in (64, 128, 256))])
 def test_linear_many_issues_loads_of_epilogue_together(arch, row_block):
     """The first weights are copied before griddepcontrol.wait; no load waits for an epilogue sum.

@@ -105,7 +105,7 @@ MUTANTS = [
     Mutant("mma: sums d1 and d2 exchanged", LLM + "mma.cuh",
            '"+f"(d[1]), "+f"(d[2])', '"+f"(d[2]), "+f"(d[1])', FEW, "result", ""),
     Mutant("linear_mma: fragment of the other half", LLM + "linear_mma.cuh",
-           "x.u + 2 * h", "x.u + h", INVARIANT, "result", "result"),
+           "a[1] = low.u[2 * h];", "a[1] = low.u[h];", INVARIANT, "result", "result"),
     Mutant("linear_many: fragment of the next row", LLM + "linear_many.cu",
            "own_column + m * 16 + g + 8, sub, t", "own_column + m * 16 + g + 7, sub, t",
            INVARIANT, "result", "result"),

@@ -111,7 +111,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
         for (int n = 0; n < TILES; ++n) {
           const Pack16 b = load_x(from[n] + now * CHUNK + 32 * j, g % 2);
 #pragma unroll
-          for (int h = 0; h < 2; ++h) step(sum[n], high_rows, low_rows, b, h);
+          for (int h = 0; h < 2; ++h) {
+            unsigned int a[4];
+            load_operand(high_rows, low_rows, h, a);
+            mma_m16n8k16<WEIGHT16>(sum[n], a, b.u + 2 * h);
+          }
         }
       }
     }

@@ -30,11 +30,22 @@
 #define COLUMN_TILES (OUTPUTS / 16 / COLUMN_WARPS)
 #define ROWS (ROW_BLOCK >> SPLIT_X)  // rows of x per block
 #define X_PACKS (ROW_BLOCK * PACKS)
+// Numbers of weights and of packs of x that a thread copies per stage, and the distances between
+// the rows of two successive copies of a thread.
+#define WEIGHT_COPIES (OUTPUTS * COPIES / (WARPS * 32))
+#define WEIGHT_ROW_STEP (WARPS * 32 / COPIES)
+#define X_COPIES (X_PACKS / (WARPS * 32))
+#define X_ROW_STEP (WARPS * 32 / PACKS)
 #define X_AT_ONCE ((ROW_BLOCK + 63) / 64)
 #define BLOCKS_PER_MULTIPROCESSOR (ROW_BLOCK == 32 ? 2 : 1)
 // Whether the positions of the rows are loaded to shared memory before the main loop. Tall tiles
 // have no shared memory left for them, because the totals over partial sums are stored there.
 #define SHARES_STATES (ROPE_HEAD_DIM && !TALL)
+// Whether an operation with unknown result stores each operand A to the four adjacent registers
+// from which mma instructions read it. Otherwise the compiler moves the operand there again before
+// most of the ROW_TILES instructions that use it. Weights of 8 bits are converted, which is such an
+// operation.
+#define KEEPS_OPERANDS (ROW_TILES > 2 && !WEIGHT8)
 #define SPLIT_PAIRS (TALL ? 8 : 4)  // pairs per batch with split K
 
 // Sizes of a batch of the epilogue: it stores PAIRS pairs of outputs, whose inputs are loaded
@@ -125,33 +136,40 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   // of the stages.
   float* const exchanged = reinterpret_cast<float*>(TALL ? staged_x + STAGES * X_PACKS : staged);
 
-  // Returns the address of pack i (eight values) of a pipeline stage of x. For rows after the last
-  // row, it is an address in the last row.
-  const auto x_at = [&](int i, const StageIterator& at) {
-    const int row = first + (i / PACKS >> SPLIT_X);
-    return x + static_cast<long long>(row < rows ? row : rows - 1) * inner + at.inner() +
-           i % PACKS * 8;
-  };
+  // The weights and values of x that this thread copies to every stage: their rows, the offset of
+  // their inner index in the stage, and where the first of them is stored in the stage. A row after
+  // the last one reads the last row.
+  const int thread = threadIdx.x;
+  const int weight_k = thread % COPIES * COPIED, x_k = thread % PACKS * 8;
+  const int weight_to = swizzle_weight(thread / COPIES, weight_k / 32, weight_k % 32 / 8);
+  const int x_to = swizzle_x(thread / PACKS, x_k / 32, x_k % 32 / 8);
+  int weight_row[WEIGHT_COPIES], x_row[X_COPIES];
+#pragma unroll
+  for (int n = 0; n < WEIGHT_COPIES; ++n) {
+    weight_row[n] = min(column + thread / COPIES + n * WEIGHT_ROW_STEP, columns - 1);
+  }
+#pragma unroll
+  for (int n = 0; n < X_COPIES; ++n) {
+    x_row[n] = min(first + (thread / PACKS + n * X_ROW_STEP >> SPLIT_X), rows - 1);
+  }
   const auto copy_weights = [&](int stage, const StageIterator& from) {
     if (!from.valid()) return;
-    Weights* to = staged_weight + stage * OUTPUTS * PACKS;
+    Weights* const to = staged_weight + stage * OUTPUTS * PACKS + weight_to;
+    const Weight* const at = weight + from.inner() + weight_k;
 #pragma unroll
-    for (int n = 0; n < OUTPUTS * COPIES / (WARPS * 32); ++n) {
-      const int i = n * WARPS * 32 + threadIdx.x, row = i / COPIES, k = i % COPIES * COPIED;
-      const int at = column + row < columns ? column + row : columns - 1;
-      copy_async(to + swizzle_weight(row, k / 32, k % 32 / 8),
-                 weight + static_cast<long long>(at) * inner + from.inner() + k);
+    for (int n = 0; n < WEIGHT_COPIES; ++n) {
+      copy_async(to + n * WEIGHT_ROW_STEP * 4, at + static_cast<long long>(weight_row[n]) * inner);
     }
   };
   // Starts the copies of the next rows of x to `stage`, if x has 16 bits, and commits them together
   // with the copies of weights started since the last commit.
   const auto copy_rows = [&](int stage) {
     if (next_copy.valid()) {
+      Pack16* const to = staged_x + stage * X_PACKS + x_to;
+      const Input* const from = x + next_copy.inner() + x_k;
 #pragma unroll
-      for (int n = 0; n < X_PACKS * X16 / (WARPS * 32); ++n) {
-        const int i = n * WARPS * 32 + threadIdx.x;
-        copy_async(staged_x + stage * X_PACKS + swizzle_x(i / PACKS, i % PACKS / 4, i % 4),
-                   x_at(i, next_copy));
+      for (int n = 0; n < X_COPIES * X16; ++n) {
+        copy_async(to + n * X_ROW_STEP * 4, from + static_cast<long long>(x_row[n]) * inner);
       }
       next_copy.next();
     }
@@ -163,9 +181,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   const auto load_x = [&](int sub) {
 #pragma unroll
     for (int i = 0; i < X_AT_ONCE; ++i) {
-      const int pack = (sub * X_AT_ONCE + i) * WARPS * 32 + threadIdx.x;
       if (ROW_BLOCK < 64 && sub > 0) break;
-      const Floats4* at = reinterpret_cast<const Floats4*>(x_at(pack, current));
+      const int n = sub * X_AT_ONCE + i;
+      const Input* const from = x + current.inner() + x_k;
+      const Floats4* const at =
+          reinterpret_cast<const Floats4*>(from + static_cast<long long>(x_row[n]) * inner);
       prefetched[i][0] = at[0];
       prefetched[i][1] = at[1];
     }
@@ -237,6 +257,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
     }
   };
 
+  // This is zero, but the compiler does not know that `inner` is not negative.
+  [[maybe_unused]] const unsigned int zero = static_cast<unsigned int>(inner) >> 31;
   copy_weights(0, current);
   wait_for_previous_kernel();
   copy_rows(0);
@@ -267,21 +289,27 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
 #pragma unroll
     for (int sub = 0; sub < STAGE / 32; ++sub) {
       if (!X16 && current.valid()) load_x(sub);
-      Pack16 a[COLUMN_TILES][2];
       Pack16 b[ROW_TILES];
 #pragma unroll
-      for (int m = 0; m < COLUMN_TILES; ++m) {
-        a[m][0] = widen(w[swizzle_weight(own_column + m * 16 + g, sub, t)]);
-        a[m][1] = widen(w[swizzle_weight(own_column + m * 16 + g + 8, sub, t)]);
-      }
-#pragma unroll
       for (int n = 0; n < ROW_TILES; ++n) b[n] = v[swizzle_x(own_row + n * 8 + g, sub, t)];
+      Pack16 top[COLUMN_TILES], low[COLUMN_TILES];
+#pragma unroll
+      for (int m = 0; m < COLUMN_TILES; ++m) {
+        top[m] = widen(w[swizzle_weight(own_column + m * 16 + g, sub, t)]);
+        low[m] = widen(w[swizzle_weight(own_column + m * 16 + g + 8, sub, t)]);
+      }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
 #pragma unroll
         for (int m = 0; m < COLUMN_TILES; ++m) {
+          unsigned int a[4];
+          load_operand(top[m], low[m], h, a);
+          if (KEEPS_OPERANDS) {
 #pragma unroll
-          for (int n = 0; n < ROW_TILES; ++n) step(sum[m][n], a[m][0], a[m][1], b[n], h);
+            for (int i = 0; i < 4; ++i) a[i] |= zero;
+          }
+#pragma unroll
+          for (int n = 0; n < ROW_TILES; ++n) mma_m16n8k16<WEIGHT16>(sum[m][n], a, b[n].u + 2 * h);
         }
       }
       if (!X16 && current.valid()) store_x(sub, after);

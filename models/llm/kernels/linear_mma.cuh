@@ -318,13 +318,16 @@ __device__ __forceinline__ Pack16 pack_x(const Floats4* from, int split) {
   return pack;
 }
 
-// Adds the products for 16 inner indices to `sum`. Four lanes together hold 32 inner indices, eight
-// in each pack. The call uses the first half of each pack if h is 0, the second if h is 1. In lane
-// 4 g + t, `top` and `low` are weights of rows g and g + 8 of the mma tile.
-__device__ __forceinline__ void step(float* sum, const Pack16& top, const Pack16& low,
-                                     const Pack16& x, int h) {
-  const unsigned int a[4] = {top.u[2 * h], low.u[2 * h], top.u[2 * h + 1], low.u[2 * h + 1]};
-  mma_m16n8k16<WEIGHT16>(sum, a, x.u + 2 * h);
+// Sets `a` to operand A of an mma instruction for 16 inner indices. Four lanes together hold 32
+// inner indices, eight in each pack. The operand consists of the first half of each pack if h is 0,
+// of the second if h is 1. In lane 4 g + t, `top` and `low` are weights of rows g and g + 8 of the
+// mma tile.
+__device__ __forceinline__ void load_operand(const Pack16& top, const Pack16& low, int h,
+                                             unsigned int* a) {
+  a[0] = top.u[2 * h];
+  a[1] = low.u[2 * h];
+  a[2] = top.u[2 * h + 1];
+  a[3] = low.u[2 * h + 1];
 }
 
 // Returns the number of partial sums to which chunks belong: PARTS, or the number of chunks if
