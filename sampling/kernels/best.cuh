@@ -40,8 +40,7 @@ struct BestFirst {
     for (int i = static_cast<int>(threadIdx.x) + BLOCK * part; i < size; i += BLOCK * PARTS) {
       const int key = order_key(score[i]);
       if (key < lowest) continue;
-      const u64 packed = (static_cast<u64>(static_cast<u32>(key) ^ 0x80000000u) << 32) |
-                         (0xffffffffu - static_cast<u32>(i));
+      const u64 packed = pack_key(key, i);
       if (packed < last && packed > best) best = packed;
     }
     return best;

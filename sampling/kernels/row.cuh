@@ -35,6 +35,8 @@ typedef unsigned long long u64;
 constexpr int BLOCK = SAMPLE_BLOCK;
 constexpr int LANES = BLOCK < 32 ? BLOCK : 32;  // threads per 32-bit mask word
 constexpr int WARPS = BLOCK / LANES;
+// Blocks per multiprocessor for which the compiler limits the registers of the kernels that sample.
+constexpr int RESIDENT = BLOCK <= 512 ? 2 : 1;
 static_assert(BLOCK == 1 || BLOCK % 32 == 0, "SAMPLE_BLOCK is 1 or a multiple of 32");
 
 // Number of spans. A span is a histogram bin: the columns whose logits are about equally far below
@@ -224,29 +226,64 @@ __device__ __forceinline__ bool legal(const Row& row, u32 word, int column) {
   return !row.mask || ((row.mask[id >> 5] >> (id & 31)) & 1u);
 }
 
-// Returns the best legal column of a slice, packed for `read_best`. With STORE, also sets work[i]
-// to the logit, or to -inf for illegal columns.
+// Packs a column with the order_key of its value. The result is greater for a greater key and, if
+// the keys are equal, for a smaller column.
+__device__ __forceinline__ u64 pack_key(int key, int column) {
+  return (static_cast<u64>(static_cast<u32>(key) ^ 0x80000000u) << 32) |
+         (0xffffffffu - static_cast<u32>(column));
+}
+
+// Returns the best legal column of the calling thread in a slice, packed by pack_key; 0 if it has
+// none. With STORE, also sets work[i] to the logit, or to -inf for illegal columns.
 template <bool MAPPED, bool STORE>
-__device__ __forceinline__ u64 row_best(const Row& row, const Slice& own, float* work,
-                                        Scratch& scratch) {
-  const int tid = static_cast<int>(threadIdx.x);
-  const int lane = tid % LANES;
+__device__ __forceinline__ u64 own_best(const Row& row, const Slice& own, float* work) {
+  const float minus_infinity = __uint_as_float(0xff800000u);
+  int best = KEY_NEGATIVE_INFINITY;
+  int best_column = -1;
+  for (int first = own.begin + static_cast<int>(threadIdx.x); first < own.end;
+       first += BLOCK * LOADED) {
+    bool ok[LOADED];
+    float logits[LOADED];
+#pragma unroll
+    for (int k = 0; k < LOADED; ++k) {
+      const int i = first + k * BLOCK;
+      ok[k] = i < own.end && legal<MAPPED>(row, legal_word<MAPPED>(row, i & ~31), i);
+    }
+#pragma unroll
+    for (int k = 0; k < LOADED; ++k) {
+      logits[k] = ok[k] ? row.logits[first + k * BLOCK] : minus_infinity;
+    }
+#pragma unroll
+    for (int k = 0; k < LOADED; ++k) {
+      const int i = first + k * BLOCK;
+      if (STORE && i < own.end) work[i] = logits[k];
+      const int key = order_key(logits[k]);
+      if (key <= best) continue;
+      best = key;
+      best_column = i;
+    }
+  }
+  return best_column < 0 ? 0 : pack_key(best, best_column);
+}
+
+// Does the same as own_best if the block has a single thread. The loop over the columns of a mask
+// word vectorizes on the soft device.
+template <bool MAPPED, bool STORE>
+__device__ __forceinline__ u64 only_best(const Row& row, const Slice& own, float* work) {
   const float minus_infinity = __uint_as_float(0xff800000u);
   int best = KEY_NEGATIVE_INFINITY;
   int best_base = -1;
-  for (int base = own.begin + (tid / LANES) * 32; base < own.end; base += WARPS * 32) {
+  for (int base = own.begin; base < own.end; base += 32) {
     const u32 word = legal_word<MAPPED>(row, base);
     const int count = row.size - base < 32 ? row.size - base : 32;
     if (word == 0u) {
-      if (STORE) {
-        for (int l = lane; l < count; l += LANES) work[base + l] = minus_infinity;
-      }
+      for (int l = 0; STORE && l < count; ++l) work[base + l] = minus_infinity;
       continue;
     }
     int chunk = KEY_NEGATIVE_INFINITY;
     const float* logits = row.logits + base;
     const auto scan = [&](int end) {
-      for (int l = lane; l < end; l += LANES) {
+      for (int l = 0; l < end; ++l) {
         const bool ok = legal<MAPPED>(row, word, base + l);
         const int key = ok ? order_key(logits[l]) : KEY_NEGATIVE_INFINITY;
         chunk = key > chunk ? key : chunk;
@@ -263,22 +300,21 @@ __device__ __forceinline__ u64 row_best(const Row& row, const Slice& own, float*
       best_base = base;
     }
   }
-  // Each thread finds the first of its columns that has the best key of the thread, and packs key
-  // and column into one integer. If keys are equal, the integer with the smaller column is larger
-  // and wins the maximum over all threads.
-  u64 packed = 0;
-  if (best_base >= 0) {
-    const u32 word = legal_word<MAPPED>(row, best_base);
-    const int count = row.size - best_base < 32 ? row.size - best_base : 32;
-    for (int l = lane; l < count; l += LANES) {
-      const int column = best_base + l;
-      if (!legal<MAPPED>(row, word, column) || order_key(row.logits[column]) != best) continue;
-      packed = (static_cast<u64>(static_cast<u32>(best) ^ 0x80000000u) << 32) |
-               (0xffffffffu - static_cast<u32>(column));
-      break;
-    }
-  }
-  return block_reduce(packed, scratch, Max());
+  if (best_base < 0) return 0;
+  const u32 word = legal_word<MAPPED>(row, best_base);
+  int column = best_base;
+  while (!legal<MAPPED>(row, word, column) || order_key(row.logits[column]) != best) ++column;
+  return pack_key(best, column);
+}
+
+// Returns the best legal column of a slice, packed for `read_best`. With STORE, also sets work[i]
+// to the logit, or to -inf for illegal columns.
+template <bool MAPPED, bool STORE>
+__device__ __forceinline__ u64 row_best(const Row& row, const Slice& own, float* work,
+                                        Scratch& scratch) {
+  const u64 best = BLOCK > 1 ? own_best<MAPPED, STORE>(row, own, work)
+                             : only_best<MAPPED, STORE>(row, own, work);
+  return block_reduce(best, scratch, Max());
 }
 
 // Unpacks the maximum of the values that row_best returned for the slices of a row: the best column
@@ -335,18 +371,19 @@ struct Weights {
     return filter.min_p < 1.0f ? filter.min_p : 1.0f;
   }
 
-  // Calls visit(column, weight, logit) for each column of positive weight. The columns of the row
-  // are divided among the threads of the block.
+  // Calls visit(column, weight, logit) for each column of a slice that has a positive weight. The
+  // columns are divided among the threads of the block.
   template <class Visit>
-  __device__ __forceinline__ void for_each(Visit visit) const {
-    for (int base = static_cast<int>(threadIdx.x); base < row.size; base += BLOCK * LOADED) {
+  __device__ __forceinline__ void for_each(const Slice& slice, Visit visit) const {
+    for (int base = slice.begin + static_cast<int>(threadIdx.x); base < slice.end;
+         base += BLOCK * LOADED) {
       float weights[LOADED];
       float logits[LOADED];
 #pragma unroll
       for (int k = 0; k < LOADED; ++k) {
         const int i = base + k * BLOCK;
-        weights[k] = i < row.size ? work[i] : 0.0f;
-        logits[k] = i < row.size ? row.logits[i] : 0.0f;
+        weights[k] = i < slice.end ? work[i] : 0.0f;
+        logits[k] = i < slice.end ? row.logits[i] : 0.0f;
       }
 #pragma unroll
       for (int k = 0; k < LOADED; ++k) {
@@ -394,10 +431,9 @@ __device__ __forceinline__ u64 row_weigh(const Weights& w, const Slice& own, Scr
   }
   scratch.spans.clear();
   block_sync();
-  for (int i = begin; i < own.end; i += BLOCK) {
-    if (!(work[i] > 0.0f)) continue;
-    scratch.spans.add<(BLOCK > 1)>(w.span(w.row.logits[i]), fixed_point(work[i]), 1u);
-  }
+  w.for_each(own, [&](int, float weight, float logit) {
+    scratch.spans.add<(BLOCK > 1)>(w.span(logit), fixed_point(weight), 1u);
+  });
   block_sync();
   return 0;
 }
@@ -450,7 +486,7 @@ __device__ __forceinline__ void narrow(Cut& cut, const Weights& w, u64 need, Scr
   if (tid == 0) scratch.listed = 0;
   block_sync();
   if (fits) {
-    w.for_each([&](int i, float, float logit) {
+    w.for_each({0, w.row.size}, [&](int i, float, float logit) {
       if (is_here(i, logit)) scratch.columns[atomicAdd(&scratch.listed, 1u)] = i;
     });
   }
@@ -514,7 +550,7 @@ __device__ __forceinline__ Cut row_cut(const Weights& w, Scratch& scratch) {
   }
   const float least = w.min_weight();
   u64 sum = 0;
-  w.for_each([&](int i, float weight, float logit) {
+  w.for_each({0, w.row.size}, [&](int i, float weight, float logit) {
     if (weight < least) {
       w.work[i] = 0.0f;
     } else if (cut.keeps(w, i, logit)) {
@@ -528,8 +564,10 @@ __device__ __forceinline__ Cut row_cut(const Weights& w, Scratch& scratch) {
 // Converts the weights of a slice to probabilities; columns outside the cut become 0.
 __device__ __forceinline__ void row_normalize(const Weights& w, const Cut& cut, const Slice& own) {
   const int begin = own.begin + static_cast<int>(threadIdx.x);
-  for (int i = begin; i < own.end && w.cuts(); i += BLOCK) {
-    if (w.work[i] > 0.0f && !cut.keeps(w, i, w.row.logits[i])) w.work[i] = 0.0f;
+  if (w.cuts()) {
+    w.for_each(own, [&](int i, float, float logit) {
+      if (!cut.keeps(w, i, logit)) w.work[i] = 0.0f;
+    });
   }
   const float total = from_fixed_point(cut.sum);
   float* work = w.work;

@@ -47,7 +47,7 @@ __device__ inline int relaxed_token(const Slot& slot, int draft_len, int j, cons
 // request (padding, inactive slots, rows beyond the drafts) and rows whose mask row is not ready
 // get row_ok = 0. The state of the mask row is read from `row_state`, to which adjust_logits has
 // copied it, and not again from host memory, so that both kernels use the same state.
-extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
     sample_target(const float* logits, int vocab_size, int token_limit, const int* row_slot,
                   const int* map, const Slot* slots, const int* masks, const ExchangeLayout layout,
                   const int* row_state, CrossBlockScratch* cross_block, int from, int to,
@@ -147,7 +147,7 @@ __device__ __forceinline__ DraftInput read_draft_input(const int* exchange,
 //
 // The launch that runs STEP_BEST reads the DraftInput of each batch row from host memory and stores
 // it in `inputs`, from which the launches of later steps read it.
-extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
     sample_draft(float* logits, int draft_vocab, int token_limit, const int* d2t, const int* t2d,
                  const int* row_slot, int j, const int* masks, const int* tables, int vocab_size,
                  CrossBlockScratch* cross_block, Slot* slots, const RoundRow* rows, int row_words,
