@@ -15,8 +15,8 @@ __all__ = ["DraftVocab", "RowMap"]
 class RowMap:
     """Maps each row of the target forward pass to its batch row and draft index.
 
-    The device writes it in every round. Row j of batch row b is fed draft j, or the last token if j
-    = 0, and has the index ``first[b] + j``. Excess rows, and the rows of slot -1, are padding.
+    The device writes it in every round. Row j of batch row b has the index ``first[b] + j``. Its
+    input is draft j or, if j = 0, the last token. Rows that no request uses are padding.
     """
 
     slot: DeviceArray  # int32 [B], slot of each batch row; -1: padding

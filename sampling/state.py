@@ -44,8 +44,9 @@ class SlotRequest:
     limit
         Exclusive upper bound of the request's positions.
     capacity
-        Exclusive upper bound of the positions with KV-cache pages. Default: `limit`. The drafts of
-        a tree may need more positions.
+        Exclusive upper bound of the positions with KV-cache pages. Default: `limit`. Draft j of a
+        tree is cached at position n + j, whatever its depth, so a greater capacity allows more
+        drafts when the request is near its limit.
     prompt, output
         Token ids of the prompt and of the output so far, for penalties and `min_tokens`.
     """

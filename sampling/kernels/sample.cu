@@ -40,10 +40,10 @@ __device__ inline int relaxed_token(const Slot& slot, int draft_len, int j, cons
 }
 
 // Applies mask and filters to the rows of the target's logits, and samples a token for each row.
-// Rows whose draft is verified by rejection sampling (test_drafts) get no token here.
 //
 // Forward row r belongs to batch row b and its draft j, see map_entry. Its logits are those after
-// draft j, at position n + depth, and they decide the next token under mask row j. Rows without a
+// draft j, at position n + depth, and they decide the next token under mask row j. If draft j + 1
+// is verified by rejection sampling (test_drafts), the row gets no token here. Rows without a
 // request (padding, inactive slots, rows beyond the drafts) and rows whose mask row is not ready
 // get row_ok = 0. The state of the mask row is read from `row_state`, to which adjust_logits has
 // copied it, and not again from host memory, so that both kernels use the same state.
