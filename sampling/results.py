@@ -22,8 +22,8 @@ _HEADER_WORDS = ROUND_ROW.itemsize // 4
 def row_words(draft_length: int) -> int:
     """Return the size of a batch row's result in 32-bit words.
 
-    The result consists of a ``RoundRow``, K + 1 tokens with K = `draft_length`, and for each token
-    the index of the forward row whose logits decided it.
+    The result consists of a ``RoundRow`` and the two arrays that follow it, with K + 1 words each,
+    where K is `draft_length`.
     """
     return _HEADER_WORDS + 2 * (draft_length + 1)
 

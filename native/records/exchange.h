@@ -155,8 +155,8 @@ RECORDS_FUNCTION bool is_growing_tree_mode(int mode) {
 }
 
 // Result of one batch row of a replay. Two arrays of `width` = maximum drafts + 1 entries follow
-// the struct: the tokens, and for each token the index of the forward row whose logits determined
-// it.
+// the struct: the tokens, and for each token the number of the forward row whose logits determined
+// it. The forward rows of a batch row are numbered from 0.
 struct RoundRow {
   int slot;      // request slot of the row; -1: the row is padding
   int count;     // committed tokens

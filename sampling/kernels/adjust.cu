@@ -128,10 +128,10 @@ __device__ __forceinline__ void record_token(int r, const float* raw, int vocab_
   if (leader) __threadfence_system();
 }
 
-// Publishes the results of a round after verification. One block per forward row records the token
-// that was chosen from the row's logits. The last block to finish copies the results of all batch
-// rows to the replay's entry of the output ring and sets the unused rows of the entry to -1. Then
-// it stores the entry's stamp, for which the host waits.
+// Publishes the results of a round after verification. One block per forward row: the block of
+// forward row i of a batch row records committed token i of the batch row. The last block to finish
+// copies the results of all batch rows to the replay's entry of the output ring and sets the unused
+// rows of the entry to -1. Then it stores the entry's stamp, for which the host waits.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     publish_round(const float* raw, int vocab_size, const int* row_slot, const int* map,
                   const Slot* slots, const RoundRow* rows, int row_words, int* tables, int batch,

@@ -119,9 +119,7 @@ __device__ __forceinline__ int* record_of(int* exchange, const ExchangeLayout& x
   return exchange + static_cast<long long>(slot) * x.stride + at;
 }
 
-// Returns the maximum number of tokens in the result (RoundRow) of a batch row. After the struct,
-// the result stores the tokens, and then the index of the forward row from whose logits each token
-// was chosen.
+// Returns the maximum number of tokens in the result of a batch row (see RoundRow).
 __device__ __forceinline__ int row_width(int row_words) {
   return (row_words - static_cast<int>(sizeof(RoundRow)) / 4) / 2;
 }
