@@ -118,7 +118,7 @@ def read_text(path: Path, option: str) -> str:
 
 
 def read_grammar(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the grammar options of the command line, as fields of a row for `make_grammar`.
+    """Return the grammar options of the command line as the fields that `make_grammar` reads.
 
     Raise OptionError if a file cannot be read, or the grammar is invalid. The message contains the
     options with their values.

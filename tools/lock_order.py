@@ -65,7 +65,7 @@ class Edge:
     #: Name of the driver function that the thread called, or of the function that the driver called
     #: on the thread.
     at: str
-    #: Reason for which the driver call may wait; empty for an edge from driver to GIL.
+    #: What the driver call can wait for; empty for an edge from driver to GIL.
     why: str = ""
     thread: str = ""  #: name of the thread
     #: Python stack and native stack, innermost frame first. For an edge from driver to GIL, the

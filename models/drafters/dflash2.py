@@ -68,9 +68,9 @@ class DFlash2(BlockDrafter):
 class _Convolution(NamedTuple):
     """Weights of the convolutions before and after one attention or MLP.
 
-    Index 0 of `base` is the convolution before the attention or MLP, index 1 the one after it. The
-    matrix `projection` computes, from the hidden state of a row, the dynamic kernels that are added
-    to the static ones.
+    The kernel of a convolution is the sum of a static kernel in `base` and a dynamic kernel, which
+    the matrix `projection` computes from the hidden state of a row. Index 0 of `base` is the
+    convolution before the attention or MLP, index 1 the one after it.
     """
 
     base: DeviceArray  # float32[2, size, hidden], static kernels

@@ -585,8 +585,8 @@ def _feature_layers(fields: Fields) -> tuple[int, int, int] | None:
 
     There are two numberings of feature layers. In the section ``eagle_config``, id j means the
     output of layer j. In a top-level field, which the speculators format and others use, id j means
-    the input of layer j, which is the output of layer j - 1; j = n means the output of the last
-    layer.
+    the input of layer j, which is the output of layer j - 1. There, the number of layers is a valid
+    id, which means the output of the last layer.
     """
     name = "eagle_aux_hidden_state_layer_ids"
     nested = fields.section("eagle_config")

@@ -247,8 +247,8 @@ class DecoderStack:
         layers
             Consecutive layers to run; None for all.
         copies
-            Maps a layer to the array, and its first column to write, that receives a copy of the
-            residual stream after this layer.
+            Maps a layer to an array and a column. The residual stream after this layer is copied to
+            the array, beginning at this column.
         attend_rows
             Rows for attention. The position of each row is the last position that the row attends
             to. None to use `rows`.

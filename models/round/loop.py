@@ -5,8 +5,9 @@
     loop begin - WHILE ( begin - target forward - verify - decide - publish - draft ... )
 
 The body is the round of `RoundGraph` without grammar steps on the host, because the driver allows
-no host nodes in the body of a WHILE node. After verification, the kernel ``decide`` chooses whether
-the loop runs another replay. The results of the replay contain this decision. All replays of a loop
+no host nodes in the body of a WHILE node. A round counts as one *replay*, whether it is a launch of
+its own or one iteration of a loop. After verification, the kernel ``decide`` chooses whether the
+loop runs another replay. The results of the replay contain this decision. All replays of a loop
 have the same batch rows. After a request has ended, its row is empty.
 """
 

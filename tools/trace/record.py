@@ -262,10 +262,11 @@ def split_launches(
     `spans` has pairs of node index and span, sorted by start time. `edges` are the graph's edges.
 
     Launches of an executable run one after another, and each launch runs every node once. Several
-    worker threads can share the work of a node, so one launch may record several spans of a node,
-    and some of them may begin late. A repeated node therefore does not always begin a new launch.
-    It does so only if the node has no predecessors and one of its successors has already begun in
-    the current launch. If the node has no successors either, all earlier spans must have ended.
+    worker threads of the device can share the work of a node, so one launch may record several
+    spans of a node, and some of them may begin late. A repeated node therefore does not always
+    begin a new launch. It does so only if the node has no predecessors, and a successor of the node
+    has already begun in the current launch. A repeated node without predecessors and successors
+    begins a new launch if all earlier spans of the current launch have ended.
     """
     successors: dict[int, set[int]] = defaultdict(set)
     with_predecessors = set()

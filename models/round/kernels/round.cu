@@ -20,11 +20,11 @@ __device__ __forceinline__ unsigned long long priority(const Slot& slot, int b, 
 //
 // Every batch row has a forward row for its last token, at position n. The other forward rows are
 // for drafts, at position n + depth. If there are more drafts than rows, the drafts with the
-// greatest priority get rows. These are always the first drafts of a slot, because acceptance
-// probabilities do not increase with j. The other drafts are cut: the slot's draft_len and the
-// count in its Drafted record, which the grammar worker reads, are reduced. Whether draft j gets a
-// row depends on earlier rounds and other slots, never on the tokens of draft j and later drafts.
-// Verification therefore remains exact.
+// greatest acceptance probabilities get rows (see priority()). These are always the first drafts of
+// a slot, because no draft of a slot has a greater acceptance probability than the drafts before
+// it. The other drafts are cut: the slot's draft_len and the count in its Drafted record, which the
+// grammar worker reads, are reduced. Whether draft j gets a row depends on earlier rounds and other
+// slots, never on the tokens of draft j and later drafts. Verification therefore remains exact.
 //
 // If the host has not published an entry of the input ring for this replay, every row is padding,
 // and the replay changes nothing. At its end, the kernel writes the first time stamp of the

@@ -58,7 +58,8 @@ MAX_CALLBACKS = 64
 class Samples(NamedTuple):
     """Times of several replays."""
 
-    #: Device time from the first kernel to the second, in nanoseconds; int64 [replays].
+    #: Device time in nanoseconds between the kernel before the host steps and the kernel after them;
+    #: int64 [replays].
     join: np.ndarray
 
     #: Nanoseconds from the entry of the host function to its body, and from the body to the return
