@@ -362,7 +362,7 @@ class _SpecialNameEscaper:
         self._marker = f"\ue000{secrets.token_hex(8)}."  # random: user text cannot contain it
 
     def escape(self, value: Any) -> Any:
-        """Return a copy of a text or nested object in which markers replace special tokens' names."""
+        """Return a copy of a text or nested object, with markers for names of special tokens."""
         if not self._names:
             return value
         if isinstance(value, str):

@@ -70,8 +70,8 @@ extern "C" __global__ void attention_plan(const int* slot, const int* pos, int r
     total += __shfl_sync(FULL_WARP, inclusive_sum(splits), 31);
   }
 
-  // Every block gets an equal share of the splits of all tiles. A part is a run of consecutive
-  // splits of a tile. It is computed by the block whose share contains the middle of the part.
+  // Every block gets an equal share of the splits of all tiles, which are counted part by part. The
+  // block whose share contains the middle of a part computes the part.
   const auto block_of = [&](int splits_before, int splits) {
     return static_cast<int>((2ll * splits_before + splits) * blocks / (2ll * total));
   };

@@ -58,7 +58,7 @@ MAX_CALLBACKS = 64
 class Samples(NamedTuple):
     """Times of several replays."""
 
-    #: Device time in nanoseconds between the kernel before the host steps and the kernel after them;
+    #: Device time from the kernel before the host steps to the kernel after them, in nanoseconds;
     #: int64 [replays].
     join: np.ndarray
 
