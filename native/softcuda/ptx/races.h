@@ -79,7 +79,8 @@ class GlobalRaces {
   // Returns the clocks that releases have published in a word of memory; empty if there are none.
   BlockClocks published(const char* storage);
   void publish(const char* storage, const BlockClocks& clocks);
-  // Whether more clocks were published than can be kept. No further access is checked then.
+  // Whether more clocks were published than can be kept. All of them are then dropped, and no
+  // further access to global memory is checked.
   bool overflowed() const { return overflowed_.load(std::memory_order_relaxed); }
 
  private:

@@ -350,7 +350,8 @@ bool land_copies(Warp& w, const Instr* in, unsigned groups_left) {
 
 namespace {
 
-// Merges ready groups at the same instruction.
+// Merges groups that are at the same instruction, except those that wait at a barrier. A merged
+// group is ready: if it waits for lanes at a warp-synchronous operation, more lanes are there now.
 void merge_groups(Warp& w) {
   for (unsigned i = 0; i < w.group_count; ++i) {
     Group& group = w.groups[i];

@@ -19,8 +19,9 @@ bool capture_wait(CUstream stream, CUevent event);
 
 // Removes a destroyed event from its capture.
 void capture_event_destroyed(CUevent event);
-// Removes a destroyed stream from its capture. This invalidates the capture, unless the work
-// captured on the destroyed stream was already joined to the origin stream.
+// Removes a destroyed stream from its capture. If it is the origin stream, the capture ends and is
+// invalid. Otherwise, the capture becomes invalid unless the work that was captured on the
+// destroyed stream was already joined to the origin stream.
 void capture_stream_destroyed(CUstream stream);
 
 // These functions reject a call that is illegal during a capture and invalidate the affected

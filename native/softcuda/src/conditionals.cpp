@@ -1,5 +1,5 @@
 // Conditional handles and conditional nodes: creation, checks, and the choice of the body that runs
-// next (INVARIANTS.md N1 to N4).
+// next (INVARIANTS.md N1 to N5).
 #include "conditionals.h"
 
 #include <deque>

@@ -1,4 +1,4 @@
-// Conditional nodes: IF, WHILE and SWITCH nodes with body graphs (INVARIANTS.md N1 to N4).
+// Conditional nodes: IF, WHILE and SWITCH nodes with body graphs (INVARIANTS.md N1 to N5).
 #pragma once
 
 #include "graphs.h"

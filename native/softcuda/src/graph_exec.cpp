@@ -116,7 +116,8 @@ Work conditional_work(const FlatNode& node, Program* top) {
 
 // Compares the nodes `now` of an executable graph with the nodes `after` of a definition. Returns
 // the CUgraphExecUpdateResult SUCCESS if the executable graph can be updated to the definition.
-// Otherwise returns the reason, and sets `error_node` to the first node that differs.
+// Otherwise returns the reason, and sets `error_node` to the first node that differs, or to null if
+// the numbers of nodes differ.
 int compare_topology(const std::vector<FlatNode>& after, const std::vector<FlatNode>& now,
                      void** error_node) {
   *error_node = nullptr;

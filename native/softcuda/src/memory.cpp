@@ -17,7 +17,8 @@ namespace {
 // Minimum gap between the device addresses of two allocations, so that overruns are detected.
 constexpr size_t kAliasStep = 1 << 16;
 constexpr size_t kHugePage = 2 << 20;
-// Alignment in bytes of the end of an allocation's storage, where the guard page begins.
+// Alignment in bytes of an allocation's storage. Fewer than this number of bytes are between the
+// end of the storage of device memory and the guard page.
 constexpr size_t kAlign = 16;
 
 struct Table {
