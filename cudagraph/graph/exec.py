@@ -234,7 +234,10 @@ class GraphExec:
         self._operands[node] = owners
 
     def _release_replaced_operands(self) -> None:
-        """Drop the owners of replaced kernel operands if no launch in flight can use them."""
+        """Drop the owners of replaced kernel operands if no launch is in flight.
+
+        If there are more than `MAX_REPLACED` sets of owners, first wait for the launches.
+        """
         replaced = self._replaced_operands
         if len(replaced) > MAX_REPLACED:
             self._wait_or_raise(None)

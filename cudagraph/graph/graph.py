@@ -150,10 +150,10 @@ class GraphBase(ABC):
     def lane(self, name: str, *, urgent: bool = False) -> GraphLane:
         """Return the lane with this name; create it if it does not exist.
 
-        The first node of a lane depends on no other node. With `urgent`, the kernels that are added
-        to the returned lane have the highest priority by default, so that in executables
-        instantiated with ``priorities=True`` they do not have to wait for the blocks of a large
-        kernel. OptionError is raised for the name that is reserved for counting launches
+        The first node of a lane depends only on marks for which the lane waits. With `urgent`, the
+        kernels that are added to the returned lane have the highest priority by default, so that in
+        executables instantiated with ``priorities=True`` they do not have to wait for the blocks of
+        a large kernel. OptionError is raised for the name that is reserved for counting launches
         (`_COUNTER_LANE`).
         """
         if name == _COUNTER_LANE:

@@ -417,9 +417,10 @@ class ProcessPool:
         return ChildProcess(memory_bytes, self._preload)
 
     def acquire(self, memory_bytes: int = MEMORY_BYTES) -> ChildProcess:
-        """Return an idle process, or a new one if none is idle.
+        """Return an idle process, or a new one if no idle process has this memory limit.
 
-        The caller must pass it to `release`.
+        The pool keeps only processes with the default limit. The caller must pass the process to
+        `release` later.
         """
         if memory_bytes == MEMORY_BYTES:
             with contextlib.suppress(IndexError):
