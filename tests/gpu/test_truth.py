@@ -1,4 +1,4 @@
-"""Model kernels at the sizes of an 8B Llama on a GPU, and at small sizes on the soft device.
+"""Model kernels at the sizes of an 8B Llama, or at small sizes on the soft device.
 
 Outputs are filled with NaN before a kernel runs and have a row more than the result, so that
 missing and misplaced writes are found. Large results are compared with float64 references at some
@@ -38,8 +38,7 @@ def lane(stream):
 class Product:
     """Activations of the maximum number of rows, a weight matrix and a residual."""
 
-    def __init__(self, device, lane, name, dtype):
-        small = device.kind == "soft"
+    def __init__(self, device, lane, name, dtype, small):
         self.columns, self.inner = MATRICES[name][small]
         self.rows = ROWS[small]
         self.device = device
@@ -73,9 +72,9 @@ def dtype(request):
     "name",
     ["out", *(pytest.param(name, marks=pytest.mark.full) for name in MATRICES if name != "out")],
 )
-def test_products_equal_reference_and_rows_of_larger_products(device, lane, name, dtype):
+def test_products_equal_reference_and_rows_of_larger_products(device, lane, name, dtype, small):
     """The bits of a row do not depend on the number of rows."""
-    product = Product(device, lane, name, dtype)
+    product = Product(device, lane, name, dtype, small)
     middle = product.columns // 2
     checked = [slice(0, 32), slice(middle, middle + 32), slice(product.columns - 32, None)]
     largest = product.run(max(product.rows)).to_host()
@@ -94,9 +93,9 @@ def test_products_equal_reference_and_rows_of_larger_products(device, lane, name
 
 
 @pytest.mark.full
-def test_product_bits_do_not_depend_on_column_and_row(device, lane, dtype):
+def test_product_bits_do_not_depend_on_column_and_row(device, lane, dtype, small):
     """Equal rows and equal columns give equal results in each tile and lane."""
-    product = Product(device, lane, "out", dtype)
+    product = Product(device, lane, "out", dtype, small)
     one_column = np.broadcast_to(product.weight[:1].to_host(), product.weight.shape)
     one_row = np.broadcast_to(product.x[:1].to_host(), product.x.shape)
     product.weight = device.from_host(np.ascontiguousarray(one_column), dtype)
@@ -112,9 +111,8 @@ def test_product_bits_do_not_depend_on_column_and_row(device, lane, dtype):
     [(256, 70), *(pytest.param(n, marks=pytest.mark.full) for n in ((2048, 130), (4096, 200)))],
     ids=str,
 )
-def test_attention_equals_softmax_and_single_rows(device, stream, lane, length):
+def test_attention_equals_softmax_and_single_rows(device, stream, length, small):
     """Rows of two slots are correct, and the first one has the bits of a row that runs alone."""
-    small = device.kind == "soft"
     heads, kv_heads, dim = (4, 1, 64) if small else (32, 8, 128)
     case = Case(device, heads, kv_heads, dim, length=length[small])
     last = case.length - 1
@@ -129,12 +127,11 @@ def test_attention_equals_softmax_and_single_rows(device, stream, lane, length):
 
 @pytest.mark.full
 @pytest.mark.parametrize("kernel", ["product", "attention"])
-def test_blocks_that_combine_partial_results_give_same_bits(device, lane, kernel):
+def test_blocks_that_combine_partial_results_give_same_bits(device, lane, kernel, small):
     """The last block to arrive combines the partial results, whichever block that is."""
-    small = device.kind == "soft"
     repetitions = 20 if small else 10_000
     if kernel == "product":
-        product = Product(device, lane, "down", "bfloat16")
+        product = Product(device, lane, "down", "bfloat16", small)
         out = device.empty((32, product.columns), "float32")
 
         def launch():

@@ -141,3 +141,21 @@ def test_soft_device_without_ptx_refuses_cubin(results):
 @pytest.mark.skipif(importlib.util.find_spec("cuda.core") is None, reason="cuda.core is missing")
 def test_nvrtc_wrapper_serves_cuda_core(tmp_path):
     assert run_soft(tmp_path, CORE_PROGRAM, "--code", "ptx").stdout == "passed\n"
+
+
+def test_check_of_a_gpu_passes_on_the_cuda_path_without_cupy(tmp_path):
+    """Kernels are compiled for CUDA, with NVRTC in place of CuPy, as on a GPU machine."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['cupy'] = None\n")
+    variables = {
+        "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "GRAFT_CACHE": str(tmp_path / "cache"),
+    }
+    command = [sys.executable, "-m", "graft.tools.cli", "soft", "--code", "ptx", "--", "env"]
+    command += ["-u", "GRAFT_CODE", "GRAFT_DEVICE=cuda", sys.executable]
+    command += ["-m", "graft.tools.gpu_first", "--small", "--out", str(tmp_path / "out")]
+    command += ["--sections", "doctor", "features", "truth"]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "NVRTC without CuPy works; CuPy is not installed" in done.stdout
+    assert "cuda:0 graft soft device" in done.stdout
+    assert done.stdout.endswith("0 failures\n")
