@@ -132,8 +132,8 @@ class Device(Context):
         """Copy a host array to the device.
 
         `dtype` is the element type on the device; default: that of `array`. `array` must have the
-        NumPy type in which `dtype` is stored. If `dtype` is an 8- or 16-bit float, `array` may also
-        be float32; its values are then rounded.
+        NumPy type in which graft stores `dtype`, such as uint16 for ``"bfloat16"``. If `dtype` is
+        an 8- or 16-bit float, `array` may also be float32; its values are then rounded.
         """
         return from_host(self, array, dtype)
 

@@ -118,7 +118,10 @@ class Event:
 
     @property
     def owner(self) -> object:
-        """Owner of the CUevent; a graph that uses the event must keep it alive."""
+        """Object that destroys the CUevent when it is freed.
+
+        A graph that uses the event must keep a reference to this object.
+        """
         return self._resource
 
     def record(self, stream: Stream) -> None:

@@ -267,11 +267,12 @@ def _close_objects(schema: Any) -> Any:
 
 
 def _resolve_for_xgrammar(value: Any, options: _SchemaOptions, raw: bool) -> _ResolvedSchema:
-    """Return a JSON schema in the form that XGrammar compiles: unchanged, unless it is `partial`.
+    """Return a JSON schema in the form that XGrammar compiles.
 
-    With some keywords, XGrammar would allow text that is not JSON. The function removes or replaces
-    these keywords if the option `partial` is set. Otherwise, it raises `GrammarError` for a schema
-    with such keywords or with keywords that XGrammar ignores. `raw` is as in `_resolve_schema`.
+    With some keywords, XGrammar would allow text that is not JSON. If the option `partial` is set,
+    the function removes or replaces these keywords. Otherwise, it raises `GrammarError` for a
+    schema with such keywords or with keywords that XGrammar ignores, and returns any other schema
+    unchanged. `raw` is as in `_resolve_schema`.
     """
     if options.key_order == "any":
         raise GrammarError("JSON schema: XGrammar writes keys in the schema's order only")

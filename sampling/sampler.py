@@ -1,4 +1,4 @@
-"""The sampling kernels of a round: target, chain drafts, verification, proposals, mask rows."""
+"""Groups the objects that add the sampling kernels of a round to lanes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Draft trees that grow level by level: nodes to feed to the drafter next, and drafts to verify."""
+"""Kernels that grow draft trees level by level.
+
+They choose the nodes of each level that the drafter reads next, and finally the drafts that the
+target verifies.
+"""
 
 from __future__ import annotations
 

@@ -373,8 +373,8 @@ def read_watch_options(options: argparse.Namespace) -> list[str]:
 def run(options: argparse.Namespace) -> int:
     """Print the findings, and return 1 if a required component is missing.
 
-    With --watch, run a program instead, and return the exit status that `lock_order` defines for
-    the verdict on the program.
+    With --watch, run a program instead and search for deadlocks between the GIL and the CUDA
+    driver. The exit status, a constant of the module `lock_order`, then says what was found.
     """
     if options.watch is not None:
         program = read_watch_options(options)

@@ -122,7 +122,8 @@ class Context:
                 self._interrupted_transfers.append((stream, buffers))
             raise
         if earlier:
-            # A stream runs its operations in order, so earlier transfers have finished too.
+            # A stream runs its operations in order. So the transfers that Ctrl-C interrupted before
+            # this transfer was enqueued have finished too, and their buffers may be freed.
             with self._lock:
                 self._interrupted_transfers = [
                     entry

@@ -26,7 +26,10 @@ class DriverLog:
             library.cuLogsCurrent(ctypes.byref(self._position), 0)
 
     def __call__(self, fault: bool) -> str:
-        """Return the new messages, or "" if there are none."""
+        """Return the messages that the driver has logged since the last call; "" if none.
+
+        `fault` has no effect; the caller (`set_error_detail_source`) passes it.
+        """
         if self._dump is None:
             return ""
         buffer = ctypes.create_string_buffer(LOG_BYTES)

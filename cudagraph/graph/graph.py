@@ -403,7 +403,7 @@ class Graph(GraphBase):
         self.adopt_handle(int(call(cu.cuGraphCreate, 0)))
 
     def adopt_handle(self, handle: int) -> None:
-        """Take ownership of a CUgraph, such as a captured one, and use it for this definition."""
+        """Take ownership of a CUgraph, such as a captured one, in place of the previous CUgraph."""
         self._resource = _native.Resource(_native.ResourceKind.GRAPH, handle)
 
     @property

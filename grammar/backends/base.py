@@ -33,7 +33,8 @@ class BoundedBackend(GrammarBackend, Protocol):
     def load(self, spec: Spec, result: Any) -> CompiledGrammar:
         """Create the compiled grammar from the result of the call that `compile_call` returned.
 
-        The vocabulary of this backend must equal the vocabulary that the child process used.
+        The vocabulary of this backend must equal the vocabulary in the child process that ran the
+        call.
         """
 
 

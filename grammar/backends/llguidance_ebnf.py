@@ -443,10 +443,12 @@ class _Lowering:
                 queue += _children(node)
 
     def _conflicts(self) -> set[Node]:
-        """Return the terminals that the lexer might extend where another terminal should begin.
+        """Return the terminals that the caller must split.
 
-        Terminals with more than `_MAX_POSITIONS` positions are too large to be examined. If there
-        are any, the method returns these, so that the caller splits them first.
+        These are the terminals whose match the greedy lexer might extend with characters that
+        belong to the next terminal. Terminals whose Glushkov automaton has more than
+        `_MAX_POSITIONS` positions are too large to be examined. If there are any, the method
+        returns only these; the caller splits them and calls the method again.
         """
         terminals = list(dict.fromkeys(self._terminals()))
         too_large = set()

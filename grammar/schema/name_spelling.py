@@ -56,12 +56,13 @@ class OneSpelling(NamedTuple):
 def with_one_spelling(schema: Any) -> OneSpelling:
     r"""Return the form of a rewritten schema in which LLGuidance compares names correctly.
 
-    Where a pattern constrains names, LLGuidance allows no unnecessary escape sequences in them.
-    If additional properties may have any value, the returned schema therefore allows them with a
-    pattern that every name matches. If additional properties have a schema, or if the schema has
-    patterns, this is not possible, because LLGuidance only accepts disjoint patterns. The returned
-    schema then disables ``\u`` escapes in all strings. This excludes the control characters that
-    have no other escape sequence.
+    Otherwise, LLGuidance would allow a listed name as an additional name if one of its characters
+    is written as an escape sequence. In names that a pattern constrains, LLGuidance allows no
+    unnecessary escape sequences. If additional properties may have any value, the returned schema
+    therefore allows them with a pattern that every name matches. If additional properties have a
+    schema, or if the schema has patterns, this is not possible, because LLGuidance only accepts
+    disjoint patterns. The returned schema then disables ``\u`` escapes in all strings. This
+    excludes the control characters that have no other escape sequence.
     """
     parts = subschemas(schema)
     found = [(pointer, part) for pointer, part in parts if _has_ambiguous_names(part)]

@@ -197,11 +197,12 @@ class _Selector:
     def score(
         self, lane: Lane, logits: DeviceArray, level: int, batch: int, previous: DeviceArray
     ) -> None:
-        """Replace the logits of a level of `batch` requests with the selector's scores.
+        """Replace the logits of a level of `batch` requests with the scores of the candidates.
 
-        Levels are numbered from 0. `logits` is float32[nodes, V]; in a tree, the logits of
-        consecutive nodes come from the same row of the block. `previous` int32[nodes] contains the
-        token before each node.
+        `choose` has chosen the candidates of each row of a request's block. The module docstring
+        defines the scores. Levels are numbered from 0. `logits` is float32[nodes, V]; in a tree,
+        the nodes of a request are consecutive, and all have the logits of the same row. `previous`
+        int32[nodes] contains the token before each node.
         """
         nodes, vocab = logits.shape
         first = level * batch

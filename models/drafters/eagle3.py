@@ -236,7 +236,11 @@ class Eagle3Head:
     def _run(
         self, lane: Lane, rows: Rows, hidden: DeviceArray, final_norm: Norm | None = None
     ) -> DeviceArray:
-        """Run the decoder layers over [embedding, hidden] and return the residual stream."""
+        """Run the decoder layers and return the residual stream, float32[R, hidden].
+
+        The input of each row is the embedding of its token `rows.token` and its row of `hidden`. If
+        `final_norm` is not None, its output buffer additionally gets the normed residual stream.
+        """
         count = rows.count
         config = self.config
         residual = self.stack.buffers.residual[:count]

@@ -290,7 +290,7 @@ class Scheduler:
         self._deadlines = kept
 
     def admit(self) -> None:
-        """Assign slots to ready requests until none of the candidates can get one.
+        """Assign slots to ready requests until none of `_candidates` can get one.
 
         A waiting request is ready when its grammar is compiled or if it has none.
         """

@@ -92,8 +92,8 @@ class DecoderLayer:
 class ActivationBuffers:
     """Activation buffers of one decoder stack, each with `max_rows` rows.
 
-    A buffer that `input_of` returns has the dtype that the product reads fastest. All other buffers
-    are float32.
+    The buffers that `input_of` returns, which are inputs of products with weight matrices, have the
+    dtype that the product reads fastest. All other buffers are float32 by default.
 
     Attributes
     ----------

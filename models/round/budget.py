@@ -37,7 +37,8 @@ DECISION_INTERVAL = 8
 #: The draft length changes only if the rate of the best length is at least this many times the rate
 #: of the current one.
 MIN_GAIN = 1.05
-#: The last EXPLORATION_ROUNDS of every EXPLORATION_PERIOD rounds use a neighbouring length.
+#: The last EXPLORATION_ROUNDS of every EXPLORATION_PERIOD launches use the next longer or the next
+#: shorter draft length instead of the best one, to measure its rate.
 EXPLORATION_PERIOD = 64
 EXPLORATION_ROUNDS = 4
 

@@ -141,7 +141,8 @@ class DraftMasking:
     def before_draft(self, level: int, logits: DeviceArray) -> None:
         """Add the nodes that run before the drafts of a level are sampled; by default none.
 
-        Levels are numbered from 1. The model lane already computes `logits`, those of the level.
+        Levels are numbered from 1. `logits` are the logits of the level. The nodes that compute
+        them have been added to the model lane before this call.
         """
 
     def after_draft(self, level: int) -> None:

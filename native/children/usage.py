@@ -14,8 +14,9 @@ import time
 
 __all__ = ["ProcessClock", "TimeLimit", "memory_of"]
 
-# Lowest limit of `TimeLimit.elapsed_s`, in seconds. Unlike `TimeLimit.used_s`, the elapsed time
-# includes the time in which the process waits for a processor. Its limit may therefore be longer.
+# Minimum of the limit of `TimeLimit.elapsed_s`, in seconds. The elapsed time includes the time in
+# which the process waits for a processor, so its limit may be longer than that of
+# `TimeLimit.used_s`.
 _MIN_ELAPSED_S = 30.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _CPUCLOCK_SCHED = 2  # bits of a clock id that select processor time, see clock_getcpuclockid(3)

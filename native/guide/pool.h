@@ -66,8 +66,8 @@ class Pool {
       stop_.store(true);
     }
     posted_more_.notify_all();
-    // A thread that has run Python code must take the GIL when it ends, to release its Python
-    // thread state.
+    // A pool thread that has run Python code takes the GIL when it ends, to free its Python thread
+    // state. If the caller holds the GIL, release it while the threads are joined.
     const bool in_python = Py_IsInitialized() != 0 && PyGILState_Check() != 0;
     PyThreadState* const state = in_python ? PyEval_SaveThread() : nullptr;
     for (std::thread& thread : threads_) thread.join();

@@ -1,15 +1,17 @@
-// Matcher of a backend that is written in Python. The functions of hostwork/gate.h take the GIL for
-// its calls.
+// PythonMatcher, which calls a matcher that a backend defines as a Python class. The functions of
+// hostwork/gate.h take the GIL for these calls.
 //
 // Invariants
 // 1. A call takes the GIL with the thread's cached Python thread state. It releases the GIL before
-//    it returns. A thread must not hold the GIL while it waits for a step or a pool thread.
-// 2. The Python matcher owns the PythonMatcher, which has only a weak reference to its owner. The
-//    publisher of a request keeps the Python matcher alive, so no worker thread drops the last
-//    reference.
+//    it returns. A thread must not hold the GIL while it waits for a grammar step (worker.h) or a
+//    pool thread.
+// 2. The Python object owns the PythonMatcher, which has only a weak reference to the object. The
+//    host keeps the Python object alive while a replay or a worker thread may use it, so no worker
+//    thread drops the last reference.
 // 3. Python code fills an array of the PythonMatcher, which then copies the array to the mask row.
 //    Python code never accesses the pinned memory of the mask rows.
-// 4. If a method raises an exception, the slot fails with the exception's message.
+// 4. If a method of the Python object raises an exception, the request fails with the exception's
+//    message.
 #include <cxxabi.h>
 #include <nanobind/ndarray.h>
 

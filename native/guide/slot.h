@@ -242,7 +242,8 @@ class OrderServer {
   void serve(SlotWork& work) const noexcept;
   void fail(SlotWork& work) const noexcept;
   // Fails the slot if its work order has used up its processor time (Usage::cpu_limit). Returns
-  // whether the thread may continue to serve the order. Call this function on that thread.
+  // whether the thread that serves the order may continue. Only this thread may call the function,
+  // because it reads the processor-time clock of the calling thread.
   bool check_time(SlotWork& work) const noexcept;
   void invalidate_rows(SlotWork& work) const noexcept;
 

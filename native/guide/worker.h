@@ -160,9 +160,10 @@ struct StepRecord {
 
 class Worker {
  public:
-  // A work order is slow if its processor time exceeds both kSlowFactor times the budget and
-  // kMinSlowNs. If a replay has only one request, the step waits until the request's order is slow,
-  // instead of only until the budget ends.
+  // The work of a slot in a step (a work order) is slow if its processor time exceeds both
+  // kSlowFactor times the step's budget and kMinSlowNs. If a replay has only one request, waiting
+  // delays no other request, so the step waits for its order until it is slow. Otherwise, the step
+  // waits until the budget ends.
   static constexpr int64_t kSlowFactor = 20;
   static constexpr int64_t kMinSlowNs = 100'000'000;
   // A request fails when the processor time of its slow orders reaches kMaxSlow times the time that

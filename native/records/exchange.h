@@ -64,10 +64,11 @@ struct Committed {
   int count;
 };
 
-// Drafts that continue a slot's committed tokens. Two arrays follow the struct, `drafts` ids and
-// `drafts` parents; the first `count` entries of each are used. A parent is a row number: row 0 is
-// the last committed token, row j is draft j. While a tree grows, the arrays contain not the drafts
-// but the nodes of all levels so far that are fed to the drafter. The id of a missing node is -1.
+// Drafts that continue a slot's committed tokens. Two arrays follow the struct: the ids of the
+// drafts, then their parents. Each has space for ExchangeLayout::drafts entries, of which the first
+// `count` are used. A parent is a row number: row 0 is the last committed token, row j is draft j.
+// While a tree grows, the arrays contain not the drafts but the nodes of all levels so far that are
+// fed to the drafter, a fixed number per level. If a level has fewer nodes, the other ids are -1.
 struct Drafted {
   int replay;
   int count;

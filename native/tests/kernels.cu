@@ -33,7 +33,7 @@ extern "C" __global__ void warp_cell(unsigned* cells, int out, unsigned salt, in
 // Writes to cells[out]; the test passes an index that is out of bounds.
 extern "C" __global__ void stray_cell(unsigned* cells, int out) { cells[out] = 1; }
 
-// Sets the condition of an IF node to a value that depends on cell a.
+// Sets the condition of an IF node to the value of cell a modulo `cases`.
 extern "C" __global__ void decide_cell(unsigned long long condition, const unsigned* cells, int a,
                                        unsigned cases) {
   cudaGraphSetConditional(condition, cells[a * kWords] % cases);

@@ -51,7 +51,8 @@ struct NodeSpec {
   bool writes_nothing() const {
     return kind == Kind::empty || kind == Kind::record_event || kind == Kind::wait_event;
   }
-  // Returns the cell whose value determines the condition of a `choice` node.
+  // Returns the cell whose value determines the condition of a `choice` node: that of the first
+  // node in `after`, or, if there is none, the node's own cell `out`.
   int decider(int out) const { return after.empty() ? out : after[0]; }
   unsigned iterations() const { return 1 + salt % 3; }
 };

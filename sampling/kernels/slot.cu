@@ -1,5 +1,5 @@
-// Joining and leaving a slot, with one thread each. The request is passed by value, so that the
-// host may change its copy after the launch.
+// Kernels of one thread each: slot_join assigns a slot to a request, slot_leave frees it. The
+// request is passed by value, so that the host may change its copy after the launch.
 #include "slot.cuh"
 
 extern "C" __global__ void slot_join(Slot* slots, int slot, const Slot request) {

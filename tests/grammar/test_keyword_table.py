@@ -261,11 +261,11 @@ column `auto` shows how graft treats the example with `backend="auto"` if LLGuid
 * *annotation*: The JSON Schema standard does not require the keyword to be enforced. It has no
   effect.
 
-The JSON pointers in an error refer to the user's schema. An error names at most 5 of the keywords
-because of which graft refuses the schema, and the number of further ones. LLGuidance compiles the
-schema after graft has rewritten it. If LLGuidance refuses the rewritten schema, graft searches for
-the keywords that cause this by removing keywords from the user's schema. If the search finds no
-keyword within two seconds of processor time, the error contains only LLGuidance's message.
+The JSON pointers in an error refer to the user's schema. If graft refuses a schema because of
+several keywords, the error names at most 5 of them, and says how many others there are. LLGuidance
+compiles the schema after graft has rewritten it. If LLGuidance refuses the rewritten schema, graft
+searches for the responsible keywords by removing keywords from the user's schema. If the search
+finds no keyword within two seconds of processor time, the error contains only LLGuidance's message.
 
 With `partial=True`, a refused schema is accepted, and all parts of the schema except the named
 keywords are enforced. Call `graft.grammar.check_output(schema, text)` to check a finished output

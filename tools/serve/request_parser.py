@@ -33,7 +33,7 @@ _MAX_BAD_WORD_CHARACTERS = 1 << 14
 
 
 class _BadWords(NamedTuple):
-    """The words of the field ``bad_words``, separated by their number of tokens."""
+    """The words of the field ``bad_words``: words of one token as ids, longer words as texts."""
 
     #: Ids of the tokens that spell a whole bad word, with or without a space before it.
     ids: set[int]

@@ -281,8 +281,9 @@ def _join(
 ) -> None:
     """Append `part` to `parts`, or join it with the last part if they belong together.
 
-    Texts of the same `kind` are joined, and so are parts of the same call. `tokens` are the log
-    probabilities of a text.
+    The entries of `parts` are (kind, part, log probabilities of the tokens). With the kinds
+    "content" and "reasoning", a part is a text; texts of the same kind are joined. With the kind
+    "call", a part is a tool call or more of its arguments; parts with the same index are joined.
     """
     last: tuple[str, Any, list[dict[str, Any]]] = parts[-1] if parts else ("", "", [])
     last_kind, last_part, last_tokens = last

@@ -72,7 +72,8 @@ FAMILIES = {
     "short": (("choices", "choices", "dates"), 16),
     "json": (("calls",) * 5 + ("records", "nested") * 2, 96),
 }
-#: Kinds and beginnings of the requests that the target writes.
+#: Kinds and beginnings of the requests of the family "own". The target continues a beginning to
+#: write a whole request.
 REQUEST_BEGINNINGS = (("explain", "Explain in two sentences why"), ("tips", "List three tips for"))
 
 

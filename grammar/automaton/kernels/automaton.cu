@@ -327,10 +327,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   use_cache(a, batch);
 }
 
-// Fills the mask rows of the items that the previous kernel has written, and writes their stamps.
-// Block (i, p) fills part p of the row of item i. Of the blocks of an item, the last one to finish
-// writes the stamp. With `forced`, the stamp of a row with a single legal id contains this id, as
-// on the host (Forced::token with `unique_only`, native/guide/slot.h).
+// Fills the mask rows of the items that the previous kernel has written. Block (i, p) fills part p
+// of the row of item i. Of the blocks of an item, the last one to finish writes the stamp of the
+// row (RowStamp), which says whether the row is ready. With `forced`, the stamp of a row with a
+// single legal id contains this id, as on the host (Forced::token with `unique_only`,
+// native/guide/slot.h).
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_fill(FillItem* items, const AutomatonSlot* states, int* masks, int* exchange,
                    const ExchangeLayout layout, unsigned char* memory, const int* offsets,

@@ -157,9 +157,10 @@ def _pointers_by_name(root: SchemaObject) -> dict[str, list[str]]:
 def _replace_unevaluated_properties(
     part: SchemaObject, rest: Any, references: References, draft: int
 ) -> None:
-    """Replace ``unevaluatedProperties: rest`` with ``additionalProperties`` in `part`.
+    """Add keywords to `part` that are equivalent to ``unevaluatedProperties: rest``.
 
-    The caller then removes ``unevaluatedProperties``.
+    They are ``additionalProperties: rest`` and the names and patterns that other keywords of `part`
+    evaluate. The caller then removes ``unevaluatedProperties``.
     """
     found = _evaluated_names(part, references, ("unevaluatedProperties",), [])
     if found is None or rest is True or rest == {}:
@@ -226,7 +227,10 @@ def _conditional_parts(part: SchemaObject) -> list[Any]:
 def _replace_unevaluated_items(
     part: SchemaObject, rest: Any, references: References, draft: int
 ) -> None:
-    """Replace ``unevaluatedItems: rest`` with ``items`` or ``additionalItems`` in `part`."""
+    """Add ``items`` or ``additionalItems`` to `part`, equivalent to ``unevaluatedItems: rest``.
+
+    The caller then removes ``unevaluatedItems``.
+    """
     if rest is True or rest == {}:
         return
     if "contains" in part:

@@ -60,6 +60,8 @@ def _required_together(name_lists: dict[str, list[str]], required: set[str]) -> 
     """Return schemas that replace the dependencies whose values are lists of names.
 
     `name_lists` contains, for each property, the properties that must be present if it is present.
+    `required` are the properties that the object schema requires in any case. If one of them has a
+    list, the names of the list are required unconditionally, too.
     """
     # This dict maps a set of properties to two lists: the set in a fixed order, and the properties
     # (owners) whose presence requires the whole set.

@@ -237,10 +237,11 @@ def none_of(excluded: Iterable[str]) -> str:
 
 
 def _complement(node: dict) -> str:
-    """Return a pattern of the texts that do not complete an excluded word.
+    """Return a pattern of the suffixes that may follow the prefix of a node.
 
-    `node` is the node of the prefix tree for the characters before these texts. A node maps each
-    next character to a node. The key ``""`` marks the end of a word.
+    A suffix may follow if prefix and suffix together are not an excluded word. `node` is a node of
+    the prefix tree of the excluded words. It maps each next character to the node of the longer
+    prefix. The key ``""`` marks the end of a word.
     """
     chars = [char for char in node if char]
     options = []

@@ -82,8 +82,8 @@ __device__ __forceinline__ void load_keys(const CACHE16* keys, const Pages& page
 }
 
 // Loads value fragments. For each h < HALVES, lane 4 g + t loads dimensions 64 h + 8 g ..
-// 64 h + 8 g + 7 of values 2t, 2t + 1, 2t + 8 and 2t + 9, which are column g of operand B of eight
-// mma steps.
+// 64 h + 8 g + 7 of values 2t, 2t + 1, 2t + 8 and 2t + 9. Eight mma steps per h use them: dimension
+// 64 h + 8 g + j is column g of operand B of step j.
 __device__ __forceinline__ void load_values(const CACHE16* values, const Pages& pages, int kv_head,
                                             int at, Pack16 (*value)[HALVES]) {
   const int lane = threadIdx.x % 32;

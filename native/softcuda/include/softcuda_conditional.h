@@ -2,9 +2,10 @@
 // address of this structure. The structures are never freed, so that a stale handle does no harm.
 #pragma once
 
-// compile.py preprocesses a kernel source without the shim, and compiles the result with the shim,
-// which includes this file. The file is therefore empty while the source is preprocessed: the
-// structure would otherwise be defined twice.
+// The shim (softcuda_shim.h) includes this file, and so may a kernel source. compile.py
+// preprocesses the source without the shim, and then compiles the preprocessed text together with
+// the shim. So that this text does not define the structure a second time, the file is empty during
+// preprocessing.
 #if !defined(__SOFTCUDA__) || defined(SOFTCUDA_SHIM)
 struct softcuda_condition {
   unsigned magic;  // SOFTCUDA_CONDITION_MAGIC, by which an invalid handle is recognized

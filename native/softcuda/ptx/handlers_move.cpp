@@ -484,8 +484,8 @@ Handler comparison_of(const Comparison& c, Type type, bool flush) {
 }
 
 // set: a comparison like setp, with a 32-bit result. op[5] is the destination and `imm` the value
-// that means true. The field `guarded`, which instructions without a guard predicate do not need,
-// is the handler of the comparison.
+// that means true. The field `guarded`, otherwise the handler for lanes whose guard predicate is
+// true, holds the handler of the comparison.
 const Instr* set_value(Warp& w, const Instr* in) {
   Instr inner = *in;
   const uint32_t* saved = reinterpret_cast<const uint32_t*>(w.regs + in->op[0]);

@@ -14,7 +14,8 @@
 namespace softcuda {
 namespace {
 
-// Minimum gap between the device addresses of two allocations, so that overruns are detected.
+// Device addresses (aliases) of allocations are multiples of kAliasStep. At least kAliasStep bytes
+// between two allocations stay unused, so that accesses beyond the end of one are detected.
 constexpr size_t kAliasStep = 1 << 16;
 constexpr size_t kHugePage = 2 << 20;
 // Alignment in bytes of an allocation's storage. Fewer than this number of bytes are between the

@@ -77,7 +77,8 @@ POSITION_LIMIT_S = 60.0
 #: Time in seconds after which the callback is assumed to have begun on CUDA hardware, where
 #: requests for the GIL are not reported.
 CUDA_POSITION_S = 0.5
-#: Switch interval in seconds with which this thread keeps the GIL.
+#: Switch interval of the interpreter in seconds, so long that no other thread can force the thread
+#: of the driver call to release the GIL.
 NEVER_SWITCH_S = 1e6
 DEFAULT_SWITCH_S = 0.005
 STREAM_LIMIT_S = 100.0
