@@ -2,7 +2,8 @@
 
 Tests marked ``full`` need ``--full``, tests marked ``ptx`` need ``--ptx``, and tests marked
 ``nvrtc`` need either. With ``--soak`` only tests marked ``soak`` run. Tests marked ``cuda`` need
-``GRAFT_DEVICE=cuda``. All other tests always run, on the selected device.
+``GRAFT_DEVICE=cuda``. Tests marked ``overlap`` do not run if a setting of the soft device makes
+launches or allocations wait for the device. All other tests always run, on the selected device.
 """
 
 from __future__ import annotations
@@ -35,15 +36,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run only the tests marked soak")
 
 
+def calls_wait_for_device() -> bool:
+    """Return whether the soft device is set so that launches or allocations wait for it."""
+    lock_model = int(os.environ.get("SOFTCUDA_LOCK_MODEL") or 0)
+    return os.environ.get("SOFTCUDA_LAUNCH_BLOCKING") == "1" or bool(lock_model & 16)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests that this run does not include."""
     full = config.getoption("--full")
     ptx = config.getoption("--ptx")
     soak = config.getoption("--soak")
     cuda = os.environ.get("GRAFT_DEVICE") == "cuda"
+    blocking = calls_wait_for_device()
 
     def is_selected(item: pytest.Item) -> bool:
         if item.get_closest_marker("cuda") and not cuda:
+            return False
+        if item.get_closest_marker("overlap") and blocking:
             return False
         if soak or item.get_closest_marker("soak"):
             return bool(soak and item.get_closest_marker("soak"))

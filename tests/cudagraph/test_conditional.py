@@ -144,8 +144,8 @@ def test_invalid_condition_handle_faults(device: Device) -> None:
     done = run_program(f"""
 kernel = load_text(device, {TEXT!r}, "wrong.cu")["below"]
 data = device.zeros((1,), "int32")
-StreamLane(stream).kernel(kernel, 1, 1, [0, data, 3])
 try:
+    StreamLane(stream).kernel(kernel, 1, 1, [0, data, 3])
     stream.synchronize(60)
 except DeviceError as error:
     print(error)

@@ -20,6 +20,7 @@ from graft.cudagraph import (
 )
 
 
+@pytest.mark.overlap
 def test_event_record_node_is_reached_before_end_of_replay(device: Device, stream: Stream) -> None:
     """In every replay, a host wait for the event ends while the rest of the replay still runs."""
     go = threading.Event()

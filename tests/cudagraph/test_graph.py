@@ -180,6 +180,7 @@ def test_exec_synchronize_ignores_later_launches(device: Device, module) -> None
     assert executable.launches <= data.to_host()[0] < 2 * executable.launches
 
 
+@pytest.mark.overlap
 def test_graph_instantiate_waits_without_lock(device: Device, stream: Stream) -> None:
     """Other threads use the graph while instantiate() waits for earlier launches."""
     gate = threading.Event()
@@ -277,6 +278,7 @@ def test_update_kernel_operands_live_until_replaced(device: Device, stream: Stre
     assert native.live_resources() <= before
 
 
+@pytest.mark.overlap
 def test_closed_exec_keeps_operands_of_launch_in_flight(
     device: Device, stream: Stream, module
 ) -> None:
@@ -455,6 +457,7 @@ def test_invalid_node_and_payload_changes_raise(device: Device, stream: Stream, 
     assert data.to_host()[0] == 2
 
 
+@pytest.mark.overlap
 def test_payload_is_the_value_at_launch(device: Device, stream: Stream) -> None:
     """A replay reads the payload value that was set before its launch, even if it runs later."""
     gate = threading.Event()

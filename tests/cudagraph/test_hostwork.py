@@ -119,6 +119,7 @@ def test_python_host_work_exception_skips_later_steps(
     assert ran == ["first", "second"] * 2
 
 
+@pytest.mark.overlap
 def test_host_work_failure_skips_replays_in_flight(device: Device, stream: Stream) -> None:
     gate = threading.Event()
     ran: list[int] = []

@@ -116,6 +116,7 @@ def test_definition_outlives_executables(device: Device, stream: Stream, all_kin
     watched.wait_until_gone()
 
 
+@pytest.mark.overlap
 @all_kinds
 def test_launch_in_flight_keeps_everything_alive(device: Device, all_kinds: bool) -> None:
     """Host steps run even if graph, executable, stream and callable are gone (INVARIANTS.md L7)."""
@@ -506,6 +507,7 @@ print(result.array[0], _native.live_resources(), _native.failed_frees())
 """
 
 
+@pytest.mark.overlap
 @pytest.mark.parametrize("setting", ["wait", "immediate"])
 def test_operands_of_eager_work_are_freed_after_the_work(setting) -> None:
     """The driver need not wait for the device when it frees memory or unloads a module.
@@ -533,6 +535,7 @@ print("done")
 """
 
 
+@pytest.mark.overlap
 def test_dropped_memory_does_not_block_driver_calls_while_a_wait_is_pending() -> None:
     """A driver may lock the context while a call that frees memory waits for the device."""
     done = run_program(PENDING_WAIT, GRAFT_DEVICE="soft", SOFTCUDA_LOCK_MODEL="8")

@@ -252,6 +252,7 @@ def test_mailbox_native_worker_holds_no_python_reference(device):
     run.close()
 
 
+@pytest.mark.overlap
 def test_mailbox_deadline_releases_wait_and_discards_late_result(device, stream, transport):
     go = threading.Event()
     slow = [False]
@@ -378,6 +379,7 @@ def test_late_answer_leaves_next_request_in_place(device, stream):
         run.synchronize(LIMIT_S)
 
 
+@pytest.mark.overlap
 def test_mailbox_replay_deadline_counts_from_launch(device, stream):
     """If the request is posted too late, the replay fails and the work is skipped."""
     seen: list[int] = []

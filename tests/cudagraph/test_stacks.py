@@ -63,6 +63,7 @@ def check_both_sides(message: str) -> None:
     assert "PyThread_acquire_lock_timed" in native, "the thread waits for the lock of the event"
 
 
+@pytest.mark.overlap
 def test_deadline_report_of_graph_stream_and_device_waits(
     stuck: threading.Event, stream: Stream, device: Device
 ) -> None:
@@ -76,11 +77,13 @@ def test_deadline_report_of_graph_stream_and_device_waits(
         assert "soft device:\n  thread" in text and "runs host function" in text
 
 
+@pytest.mark.overlap
 def test_deadline_report_of_ring_wait(stuck: threading.Event, device: Device) -> None:
     ring = Ring(device, 2, {"token": ("int32", (1,))})
     check_both_sides(error_text(DeadlineError, lambda: ring.synchronize(1, timeout_s=0.02)))
 
 
+@pytest.mark.overlap
 def test_deadline_report_of_engine_round(
     stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
