@@ -31,8 +31,8 @@ class Rows:
         usually differs from its sequence position. A row with mask 0 is cached at its sequence
         position. None means that all masks are 0.
     rows_per_slot
-        Number of consecutive rows that usually belong to one slot. Attention then reads each key
-        once for several rows. The value affects the speed, not the results.
+        Number of consecutive rows that usually belong to one slot. If there are many, attention
+        loads keys and values for more rows at once. The value affects the speed, not the results.
     """
 
     token: DeviceArray

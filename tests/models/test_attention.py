@@ -126,12 +126,16 @@ class Case:
         (18, 1, 64, "bfloat16", 3),
         (16, 2, 128, "bfloat16", 2),
         (5, 1, 128, "float16", 16),
+        (4, 1, 64, "bfloat16", 64),
+        (3, 3, 128, "float16", 64),
+        (18, 1, 64, "bfloat16", 64),
     ],
 )
 def test_split_attention_equals_causal_softmax(device, stream, heads, kv_heads, dim, dtype, run):
     """Rows at the boundaries of the kernel's loops are correct; padding rows give zeros.
 
-    The cases have 1 to 18 query heads per KV head, both head sizes and both dtypes.
+    The cases have 1 to 18 query heads per KV head, both head sizes and both dtypes. With 64 rows
+    per slot, a tile has several query tiles.
     """
     case = Case(device, heads, kv_heads, dim, dtype)
     slots = [0, 0, 0, 1, 1, -1, 0, 0, 0, 1, 1, 0, 0, 0, 1, 0]
@@ -196,7 +200,7 @@ def make_plan(device, stream, slots, positions, heads=32, kv_heads=8, length=600
             last = max(positions[slice(tiles[tile][0], tiles[tile][0] + tiles[tile][1])])
             parts = min(last // SPLIT + 1, 32) if slots[tiles[tile][0]] >= 0 and last >= 0 else 1
             at = (tile, part + 1) if part + 1 < parts else (tile + 1, 0)
-    return tiles, work, plan
+    return tiles, work
 
 
 def splits_of(tile, part, slots, positions):
@@ -222,8 +226,9 @@ def test_attention_plan_assigns_each_part_once(device, stream, seed):
         slots += [-1 if is_padding else slot] * rows
         positions += [-1] * rows if is_padding else range(first, first + rows)
     heads, kv_heads = [(32, 8), (4, 1), (7, 7), (18, 1)][seed]
-    tiles, work, plan = make_plan(device, stream, slots, positions, heads, kv_heads)
-    tile_rows = 16 // plan.tile_heads
+    tiles, work = make_plan(device, stream, slots, positions, heads, kv_heads)
+    group = heads // kv_heads
+    tile_rows = 16 // min(group, -(-group // 2) if group > 16 else group)
 
     wanted = []  # rows of each tile
     for r, slot in enumerate(slots):
@@ -248,7 +253,7 @@ def test_attention_plan_balances_long_and_short_contexts(device, stream):
     slots = [*range(64)]
     positions = [1023] * 64
     positions[40] = 32767
-    tiles, work, _ = make_plan(device, stream, slots, positions, length=32768)
+    tiles, work = make_plan(device, stream, slots, positions, length=32768)
     splits = [
         sum(splits_of(tiles[t], part, slots, positions) for t, part in block) for block in work
     ]
@@ -285,9 +290,11 @@ def test_split_attention_is_row_invariant(device, stream, monkeypatch, heads):
         shuffled = np.array([known[i] for i in order])
         check(shuffled[:, 0], shuffled[:, 1], run)
     for blocks in (1, 2, 7, 10**6):
-        monkeypatch.setattr(attention, "_BLOCKS", blocks)
+        monkeypatch.setattr(attention, "_BLOCKS", {1: blocks, 4: blocks})
         check(1, [599, 255, 256, 260], 4)
-        check(shuffled[:, 0], shuffled[:, 1], 4)
+        for run in (4, 64):
+            check(shuffled[:, 0], shuffled[:, 1], run)
+            check(0, range(200, 280), run)
 
 
 @pytest.mark.skipif(model_util.FORMS[0] != "thread" or "avx512bw" not in CPU, reason="no AVX-512")
@@ -391,14 +398,15 @@ def test_split_attention_tree_rows_equal_chain_rows(device, stream, base):
         assert same_bits(got[j], alone[0]), j
 
 
-def test_attention_nan_in_later_row_does_not_affect_earlier_rows(device, stream):
+@pytest.mark.parametrize("run", [8, 64])
+def test_attention_nan_in_later_row_does_not_affect_earlier_rows(device, stream, run):
     """A NaN value at position 264 leaves the rows at positions 260 to 263 of its tile unchanged."""
     case = Case(device)
-    wanted = case.on_stream(stream, 0, range(260, 268), run=8)
+    wanted = case.on_stream(stream, 0, range(260, 268), run)
     values = case.value.copy()
     values[0, 264:] = np.nan
     case.fill(values=values)
-    got = case.on_stream(stream, 0, range(260, 268), run=8)
+    got = case.on_stream(stream, 0, range(260, 268), run)
     assert same_bits(got[:4], wanted[:4])
     assert np.isnan(got[4:]).all()
 
@@ -418,9 +426,11 @@ def test_attention_nan_key_gives_nan(device, stream, dim):
     "arch", [90, *(pytest.param(arch, marks=pytest.mark.full) for arch in (80, 100, 120))]
 )
 @pytest.mark.parametrize("dim", ["64", "128"])
-def test_split_attention_fits_two_blocks_per_multiprocessor(arch, dim):
-    """The kernel spills no registers, and two blocks fit in the registers of a multiprocessor."""
-    variant = Variant(FOLDER / "attention_split.cu", (("WIDE_HEAD", dim),))
-    (usage,) = compile_variant(variant, arch)
-    assert usage.spilled_bytes == 0 and usage.registers * 128 * 2 <= 65536
-    assert usage.shared_bytes <= 28 * 1024
+@pytest.mark.parametrize(("query_tiles", "blocks"), [("1", 2), ("4", 1)])
+def test_split_attention_fits_blocks_per_multiprocessor(arch, dim, query_tiles, blocks):
+    """The kernel spills no registers, and its blocks fit in the registers of a multiprocessor."""
+    macros = (("WIDE_HEAD", dim), ("QUERY_TILES", query_tiles))
+    (usage,) = compile_variant(Variant(FOLDER / "attention_split.cu", macros), arch)
+    assert usage.spilled_bytes == 0 and usage.registers * 128 * blocks <= 65536
+    static = attention._STATIC_SHARED if query_tiles == "4" else 28 * 1024
+    assert usage.shared_bytes <= static

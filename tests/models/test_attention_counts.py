@@ -74,6 +74,30 @@ def test_attention_divides_long_context_among_blocks(tmp_path, long, short):
     assert counts["attention_plan"]["longest_block_instructions"] < 0.1 * mean
 
 
+@pytest.mark.parametrize(
+    ("rows", "length"), [(64, 1024), pytest.param(256, 4096, marks=pytest.mark.full)]
+)
+def test_prompt_attention_loads_keys_and_values_a_quarter_as_often(tmp_path, rows, length):
+    """Four query tiles of a prompt share keys and values, and need no more instructions."""
+    positions = range(length - rows, length)
+    alone, shared = (
+        count(
+            tmp_path / str(per_slot),
+            slots=[0] * rows,
+            positions=[*positions],
+            dim=128,
+            rows_per_slot=per_slot,
+        )
+        for per_slot in (1, rows)
+        if not (tmp_path / str(per_slot)).mkdir()
+    )
+    assert 4 * bytes_loaded(shared) <= bytes_loaded(alone)
+    instructions = [
+        sum(counts["attention_split"]["instructions"].values()) for counts in (shared, alone)
+    ]
+    assert instructions[0] <= 1.02 * instructions[1]
+
+
 def test_attention_output_of_16_bits_stores_half(tmp_path):
     stored = [
         count(tmp_path / dtype, slots=[0, 1], positions=[40, 50], dtype=dtype)["attention_split"]

@@ -13,6 +13,8 @@ INVARIANT = LIBRARY + "test_tensor_core_linear_is_row_invariant[bfloat16-rounded
 TALL = LIBRARY + "test_tall_tiles_give_bits_of_other_tiles[norm-1]"
 LONG = LIBRARY + "test_tensor_core_linear_is_row_invariant[float16-rounded-16-1152]"
 SPLIT = "models/test_attention.py::test_split_attention_equals_causal_softmax[4-1-64-bfloat16-4]"
+LATER = "models/test_attention.py::test_attention_nan_in_later_row_does_not_affect_earlier_rows[64]"
+TREE = "models/test_attention.py::test_split_attention_tree_rows_equal_chain_rows[13]"
 TILES = "models/test_attention.py::test_split_attention_is_row_invariant[4]"
 PARTS = "models/test_attention.py::test_split_attention_reuses_parts_for_long_rows"
 WARP = LIBRARY + "test_attention_is_stable_for_large_scores[warp]"
@@ -56,8 +58,8 @@ MUTANTS = [
            "    __syncthreads();\n\n    for (int part", "\n    for (int part",
            SPLIT, "race", "result"),
     Mutant("attention_split: no barrier between two passes", LLM + "attention_split.cu",
-           "        __syncthreads();\n      }\n    }\n    if (span.blocks",
-           "      }\n    }\n    if (span.blocks", SPLIT, "race", "result"),
+           "          __syncthreads();\n        }\n      }\n    }\n    if (span.blocks",
+           "        }\n      }\n    }\n    if (span.blocks", SPLIT, "race", "result"),
     Mutant("attention_split: no barrier before the next tile", LLM + "attention_split.cu",
            "      __syncthreads();  // the next tile", "      // the next tile", TILES,
            "race", "result"),
@@ -121,16 +123,20 @@ MUTANTS = [
     Mutant("attention_split: keys of the wrong lanes", LLM + "attention_split.cu",
            "at, 8 * j + lane / 4)", "at, 8 * j + lane % 8)", SPLIT, "result", "result"),
     Mutant("attention_split: maximum over two lanes of four", LLM + "attention_split.cu",
-           "for (int offset = 1; offset < 4; offset <<= 1) {\n            const float other",
-           "for (int offset = 1; offset < 2; offset <<= 1) {\n            const float other",
+           "for (int offset = 1; offset < 4; offset <<= 1) {\n              const float other",
+           "for (int offset = 1; offset < 2; offset <<= 1) {\n              const float other",
            SPLIT, "result", "result"),
     Mutant("attention_split: mask of half a warp", LLM + "attention_split.cu",
            "__shfl_sync(FULL_WARP, at, 2 *", "__shfl_sync(0xffffu, at, 2 *", SPLIT,
            "fault", "fault"),
-    Mutant("attention_split: half a warp shuffles", LLM + "attention_split.cu",
-           "const int parts_of_row = parts_at(__shfl_sync",
-           "int parts_of_row = 0;\n      if (lane < 16) parts_of_row = parts_at(__shfl_sync",
-           SPLIT, "fault", "fault"),
+    Mutant("attention_split: half a warp votes", LLM + "attention_split.cu",
+           "is_chain = __all_sync", "if (lane < 16) is_chain = __all_sync", SPLIT,
+           "fault", "fault"),
+    Mutant("attention_split: values of later positions are kept", LLM + "attention_split.cu",
+           "*pair = visible ? *pair : 0;", "*pair = *pair;", LATER, "result", "result"),
+    Mutant("attention_split: a row of a tree uses the keys of another row",
+           LLM + "attention_split.cu",
+           "!all.is_chain ||", "", TREE, "result", "result"),
     Mutant("mask_apply: word of another lane", SAMPLING + "mask.cu",
            "__shfl_sync(FULL_WARP, loaded, t)", "__shfl_sync(FULL_WARP, loaded, t ^ 1)",
            MASK, "result", "result"),
@@ -141,7 +147,8 @@ MUTANTS = [
     Mutant("attention_warp: sums not initialised", LLM + "attention_warp.cu",
            "float sum[PER_LANE] = {};", "float sum[PER_LANE];", WARP, "result", ""),
     Mutant("attention_split: sums in shared memory not initialised", LLM + "attention_split.cu",
-           "      folded_sum[own_query][dimension_of(pass) / 4] = {};\n", "", SPLIT, "result", ""),
+           "        folded_sum[16 * q + own_query][dimension_of(pass) / 4] = {};\n", "", SPLIT,
+           "result", ""),
     Mutant("row: count of listed columns not initialised", SAMPLING + "row.cuh",
            "  if (tid == 0) scratch.listed = 0;\n", "", TARGET, "result", "result"),
     Mutant("linear_warp: vector loads of unaligned rows", LLM + "linear_warp.cu",

@@ -30,7 +30,12 @@ _THREAD_QUERIES = 48
 _THREAD_BLOCKS = 8  # few rows are divided among this many blocks, to use several CPU threads
 _SPLIT = 64  # minimum number of positions per part
 _MAX_PARTS = 32
-_BLOCKS = 2 * MULTIPROCESSORS  # number of blocks of split attention that run at the same time
+# If a slot has _SHARING_ROWS rows or more, _QUERY_TILES query tiles share keys and values.
+_QUERY_TILES = 4
+_SHARING_ROWS = 64
+_STATIC_SHARED = 12 * 1024  # more than the static shared memory of blocks with several query tiles
+# Number of blocks of split attention that run at the same time, by number of query tiles.
+_BLOCKS = {1: 2 * MULTIPROCESSORS, _QUERY_TILES: MULTIPROCESSORS}
 
 
 @dataclass(frozen=True)
@@ -43,9 +48,9 @@ class AttentionPlan:
         Rows of the pass.
     heads
         Number of query heads.
-    tile_heads
-        Maximum number of query heads of a tile; 0 if attention runs without tensor cores. The
-        following attributes are then not used.
+    query_tiles
+        Number of query tiles per tile; 0 if attention runs without tensor cores. The following
+        attributes are then not used.
     blocks, head_tiles
         Grid of split attention.
     tiles, begin
@@ -54,7 +59,7 @@ class AttentionPlan:
 
     rows: Rows
     heads: int
-    tile_heads: int = 0
+    query_tiles: int = 0
     blocks: int = 0
     head_tiles: int = 0
     tiles: DeviceArray | None = None
@@ -141,11 +146,15 @@ class Attention:
         if not self.reserve(rows.count, heads, kv):
             return AttentionPlan(rows, heads)
         tile_heads, head_tiles = _head_tiles(heads, kv)
-        blocks = _plan_blocks(rows.count, heads, kv)
+        # Most steps over the rows of a tree are computed row by row, which more blocks do faster.
+        rows_per_slot = rows.rows_per_slot if rows.ancestors is None else 1
+        query_tiles = self._query_tiles(rows_per_slot, kv)
+        tile_rows = query_tiles * (_TILE // tile_heads)
+        blocks = _plan_blocks(rows.count, query_tiles, head_tiles, kv)
         assert self._tiles is not None and self._begin is not None
-        plan = AttentionPlan(rows, heads, tile_heads, blocks, head_tiles, self._tiles, self._begin)
+        plan = AttentionPlan(rows, heads, query_tiles, blocks, head_tiles, self._tiles, self._begin)
         kernel = self._loader.load("attention_plan", "attention_plan")
-        sizes = (kv.slots, kv.max_pages, kv.page_shift, _TILE // tile_heads, blocks)
+        sizes = (kv.slots, kv.max_pages, kv.page_shift, tile_rows, blocks)
         args = (rows.slot, rows.pos, rows.count, *sizes, plan.tiles, plan.begin)
         lane.kernel(kernel, 1, _WARP, args, name="attention plan")
         return plan
@@ -183,7 +192,7 @@ class Attention:
         expect("attention: out", out, out_dtype, R=count, heads=heads * dim)
         arrays = (rows.slot, rows.pos, rows.ancestors, kv.page_table, kv.k[layer], kv.v[layer], out)
         sizes = (kv.kv_heads, kv.slots, kv.max_pages, kv.page_shift, dim**-0.5)
-        if plan.tile_heads:
+        if plan.query_tiles:
             self._launch_split(lane, (qkv, *arrays, heads, *sizes), plan, kv, out)
         else:
             self._launch_unsplit(lane, (qkv, *arrays, count, heads, *sizes), count, kv, heads, out)
@@ -225,14 +234,26 @@ class Attention:
             CACHE16=STORAGE[kv.dtype],
             WIDE_HEAD=kv.head_dim,
             OUT=STORAGE[out.dtype],
+            QUERY_TILES=plan.query_tiles,
         )
-        work = (plan.tile_heads, plan.tiles, plan.begin, _parts(kv))
+        tile_heads, _ = _head_tiles(plan.heads, kv)
+        work = (tile_heads, plan.tiles, plan.begin, _parts(kv))
         grid = (plan.blocks, plan.head_tiles, 1)
         args = (*args, *work, self._partials, self._counters)
-        lane.kernel(kernel, grid, _WARP_BLOCK, args, name="attention")
+        shared = _shared_bytes(plan.query_tiles, kv)
+        lane.kernel(kernel, grid, _WARP_BLOCK, args, shared=shared, name="attention")
+
+    def _query_tiles(self, rows_per_slot: int, kv: PagedKV) -> int:
+        """Return the number of query tiles that share keys and values.
+
+        It is 1 if a slot has few rows, or if the GPU has too little shared memory for more.
+        """
+        limit = self._loader.device.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+        fits = _shared_bytes(_QUERY_TILES, kv) + _STATIC_SHARED <= limit
+        return _QUERY_TILES if fits and rows_per_slot >= _SHARING_ROWS else 1
 
     def reserve(self, rows: int, heads: int, kv: PagedKV) -> bool:
-        """Reserve the workspace and the plan of split attention for `rows` rows.
+        """Reserve the workspace and the plan of split attention for up to `rows` rows.
 
         Return False if attention over this KV cache does not run on tensor cores and needs neither.
         """
@@ -240,17 +261,18 @@ class Attention:
             return False
         device = self._loader.device
         _, head_tiles = _head_tiles(heads, kv)
-        blocks = _plan_blocks(rows, heads, kv)
-        counters = blocks * head_tiles
-        partials = counters * _parts(kv) * _TILE * (kv.head_dim + 4)
-        if self._partials is None or self._partials.shape[0] < partials:
-            self._partials = device.empty((partials,), "float32")
-        if self._counters is None or self._counters.shape[0] < counters:
-            self._counters = device.zeros((counters,), "int32")
+        for query_tiles in {1, self._query_tiles(_SHARING_ROWS, kv)}:
+            blocks = _plan_blocks(rows, query_tiles, head_tiles, kv)
+            counters = blocks * head_tiles
+            partials = counters * _parts(kv) * query_tiles * _TILE * (kv.head_dim + 4)
+            if self._partials is None or self._partials.shape[0] < partials:
+                self._partials = device.empty((partials,), "float32")
+            if self._counters is None or self._counters.shape[0] < counters:
+                self._counters = device.zeros((counters,), "int32")
+            if self._begin is None or self._begin.shape[0] <= blocks:
+                self._begin = device.empty((blocks + 1, 2), "int32")
         if self._tiles is None or self._tiles.shape[0] < rows:
             self._tiles = device.empty((rows, 4), "int32")
-        if self._begin is None or self._begin.shape[0] <= blocks:
-            self._begin = device.empty((blocks + 1, 2), "int32")
         return True
 
     def compact(
@@ -307,7 +329,16 @@ def _head_tiles(heads: int, kv: PagedKV) -> tuple[int, int]:
     return ceil_div(group, tiles_per_group), kv.kv_heads * tiles_per_group
 
 
-def _plan_blocks(rows: int, heads: int, kv: PagedKV) -> int:
+def _plan_blocks(rows: int, query_tiles: int, head_tiles: int, kv: PagedKV) -> int:
     """Return the number of blocks among which the tiles of `rows` rows are divided."""
-    _, head_tiles = _head_tiles(heads, kv)
-    return max(1, min(_BLOCKS // head_tiles, rows * _parts(kv)))
+    return max(1, min(_BLOCKS[query_tiles] // head_tiles, rows * _parts(kv)))
+
+
+def _shared_bytes(query_tiles: int, kv: PagedKV) -> int:
+    """Return the bytes of dynamic shared memory of split attention (attention_split.cu)."""
+    if query_tiles == 1:
+        return 0
+    dim = kv.head_dim
+    queries = query_tiles * dim * 64  # the queries, and as many bytes of folded sums
+    warp_sums = _WARP_BLOCK * query_tiles * (dim // 8 + 1) * 16
+    return 2 * queries + warp_sums

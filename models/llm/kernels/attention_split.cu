@@ -1,8 +1,9 @@
 // Causal attention over the KV cache on tensor cores. The positions of a row are divided among
 // several blocks, as in Flash-Decoding. A row attends to positions 0..pos of its slot. A row of a
-// draft tree attends to the committed positions and to the drafts on its path. A tile is up to 16
-// queries of one KV head and of adjacent rows of one slot. Keys and values are read once for all
-// queries of a tile. The plan (attention_plan.cu) says which tiles and parts a block computes.
+// draft tree attends to the committed positions and to the drafts on its path. A tile has
+// QUERY_TILES query tiles, each of up to 16 queries of one KV head, and adjacent rows of one slot.
+// A warp loads keys and values once for all queries of a tile. The plan (attention_plan.cu) says
+// which tiles and parts a block computes.
 //
 // Reduction order: positions are divided, from 0 on, into splits of SPLIT positions and steps of 16
 // positions. Split s belongs to part s % PARTS. Within a part, warp w computes the steps whose
@@ -14,10 +15,10 @@
 // them to a workspace, and the last block that finishes adds them.
 //
 // If all rows attend to all 16 positions of a step, the step is computed for all rows at once.
-// Otherwise it is computed row by row. Values to which a row must not attend (positions after it,
-// drafts of other branches) therefore never enter its sums, not even multiplied by zero, so they
-// may be NaN. Queries and softmax weights are each split into two 16-bit floats, high and low,
-// which keep at least 16 bits of mantissa.
+// Otherwise it is computed row by row, with zeros in place of the values of later positions. Values
+// to which a row must not attend (positions after it, drafts of other branches) therefore never
+// enter its sums, not even multiplied by zero, so they may be NaN. Queries and softmax weights are
+// each split into two 16-bit floats, high and low, which keep at least 16 bits of mantissa.
 #ifndef WIDE_HEAD
 #define WIDE_HEAD 128
 #endif
@@ -29,6 +30,11 @@
 #ifndef OUT
 #define OUT float
 #endif
+// Number of query tiles in a tile. If there are several, the sums of a warp are in shared memory
+// rather than in registers.
+#ifndef QUERY_TILES
+#define QUERY_TILES 1
+#endif
 #include "attention_plan.cuh"
 #include "mma.cuh"
 
@@ -36,6 +42,10 @@
 #define STEP 16
 #define CHUNKS (WIDE_HEAD / 32)
 #define HALVES (WIDE_HEAD / 64)
+#define QUERIES (16 * QUERY_TILES)
+// Sums of a query tile in one lane: HALVES * 8 groups of four, and the maxima and masses of queries
+// g and g + 8.
+#define SUMS (HALVES * 8 + 1)
 // Workspace entries of a part: the weighted sums, the maximum score, the mass (the sum of the
 // softmax weights) and padding.
 #define PART_WIDTH (WIDE_HEAD + 4)
@@ -48,8 +58,9 @@ struct TileRow {
 };
 
 struct Tile {
-  int last;    // maximum position over the rows; -1 if the rows are padding
-  int common;  // all rows attend to the same entries up to this position
+  int last;      // maximum position over the rows; -1 if the rows are padding
+  int common;    // all rows attend to the same entries up to this position
+  int is_chain;  // whether all rows are cached at their sequence positions
 };
 
 // Returns the index in the KV cache of position `first` + lane % 16 of a row's slot. If this
@@ -159,13 +170,14 @@ __device__ __forceinline__ void store_quotient(OUT* y, Floats4 sum, float mass) 
 
 // Grid: (blocks of the plan, head tiles).
 //
-// A head tile contains `tile_heads` query heads of one KV head, and a tile of the plan up to
-// 16 / tile_heads rows. A row of `qkv` has heads + 2 kv_heads heads, queries first. `parts` is
-// workspace [gridDim.x, gridDim.y, part_count, 16, PART_WIDTH] for tiles whose parts are divided
-// among several blocks; the first index is the first of these blocks. No row has more than
-// `part_count` parts. `arrived` [gridDim.x, gridDim.y] has a counter for each of these tiles. The
-// counters must be zero before a launch, and are zero again after it.
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
+// A head tile contains `tile_heads` query heads of one KV head, a query tile up to 16 / tile_heads
+// rows, and a tile of the plan QUERY_TILES times as many. A row of `qkv` has heads + 2 kv_heads
+// heads, queries first. `parts` is workspace [gridDim.x, gridDim.y, part_count, QUERIES,
+// PART_WIDTH] for tiles whose parts are divided among several blocks; the first index is the first
+// of these blocks. No row has more than `part_count` parts. `arrived` [gridDim.x, gridDim.y] has a
+// counter for each of these tiles. The counters must be zero before a launch, and are zero again
+// after it.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, QUERY_TILES == 1 ? 2 : 1)
     attention_split(const float* qkv, const int* slot, const int* pos,
                     const unsigned long long* ancestors, const int* page_table, const CACHE16* keys,
                     const CACHE16* values, OUT* out, int heads, int kv_heads, int slots,
@@ -173,15 +185,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
                     const PlanTile* tiles, const PlanBegin* begin, int part_count, float* parts,
                     unsigned int* arrived) {
   wait_for_previous_kernel();
-  __shared__ Pack16 query[CHUNKS][2][2][32];  // [chunk][high or low part][query g or g + 8][lane]
-  __shared__ TileRow tile[16];
+#if QUERY_TILES == 1
+  // [query tile][chunk][high or low part][query g or g + 8][lane]
+  __shared__ Pack16 query[1][CHUNKS][2][2][32];
+  __shared__ Floats4 folded_sum[QUERIES][WIDE_HEAD / 4];  // each thread reads only its own values
+#else
+  // Dynamic shared memory: the arrays `query` and `folded_sum`, and the sums of the warps.
+  extern __shared__ Floats4 dynamic[];
+  auto* const query = reinterpret_cast<Pack16(*)[CHUNKS][2][2][32]>(dynamic);
+  auto* const folded_sum =
+      reinterpret_cast<Floats4(*)[WIDE_HEAD / 4]>(dynamic + QUERY_TILES * CHUNKS * 2 * 2 * 32);
+  Floats4* const warp_sums = folded_sum[QUERIES];  // [WARPS][QUERY_TILES][SUMS][32]
+#endif
+  __shared__ TileRow tile[QUERIES];
   __shared__ Tile all;
-  __shared__ int query_parts[16];  // number of parts of each query; 0 for an unused tile row
-  __shared__ int query_index[16];
+  __shared__ int query_parts[QUERIES];  // number of parts of each query; 0 for a missing query
+  __shared__ int query_index[QUERIES];
   __shared__ Floats4 part_sum[WARPS][16][8 + 1];  // + 1: padding against bank conflicts
   __shared__ float part_top[WARPS][16];
   __shared__ float part_mass[WARPS][16];
-  __shared__ Floats4 folded_sum[16][WIDE_HEAD / 4];  // each thread reads only its own values
   __shared__ int is_last;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, WIDE_HEAD};
@@ -191,6 +213,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   const int of_kv = static_cast<int>(blockIdx.y) % head_tiles * tile_heads;
   const int first_head = kv_head * shared_by + of_kv;
   const int head_count = min(tile_heads, shared_by - of_kv);
+  const int tile_rows = 16 / tile_heads;                              // rows of a query tile
+  const int row_in_tile[2] = {g / tile_heads, (g + 8) / tile_heads};  // of queries g and g + 8
 
   // To combine the results of the warps, each thread handles 4 dimensions of one query per pass.
   const int own_query = threadIdx.x / 8, sum_index = threadIdx.x % 8;
@@ -203,70 +227,94 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   for (int index = from.tile; index < end_tile; ++index) {
     const PlanTile span = tiles[index];
     if (warp == 0) {
-      TileRow own = {{0, -1}, -1, -1};
-      if (lane < span.rows) {
-        const int row = span.first_row + lane;
-        own.slot = slot[row];
-        own.pos = pos[row];
-        own.path = path_at(ancestors, row, own.pos);
-        if (!row_is_live(pages, own.slot, own.pos)) own.pos = -1;
-      }
-      int last = own.pos, common = own.pos >= 0 ? own.path.base : 0x7fffffff;
+      int last = -1, common = 0x7fffffff;
+      bool is_chain = true;
 #pragma unroll
-      for (int offset = 8; offset > 0; offset >>= 1) {
+      for (int r = lane; r < QUERIES; r += 32) {
+        TileRow own = {{0, -1}, -1, -1};
+        if (r < span.rows) {
+          const int row = span.first_row + r;
+          own.slot = slot[row];
+          own.pos = pos[row];
+          own.path = path_at(ancestors, row, own.pos);
+          if (!row_is_live(pages, own.slot, own.pos)) own.pos = -1;
+        }
+        tile[r] = own;
+        last = max(last, own.pos);
+        if (own.pos >= 0) common = min(common, own.path.base);
+        is_chain = is_chain && own.path.drafts == 0;
+      }
+#pragma unroll
+      for (int offset = 16; offset > 0; offset >>= 1) {
         last = max(last, __shfl_xor_sync(FULL_WARP, last, offset));
         common = min(common, __shfl_xor_sync(FULL_WARP, common, offset));
       }
-      if (lane == 0) all = {last, common};
-      const int r = lane % 16 / tile_heads, head = lane % tile_heads;
-      const int parts_of_row = parts_at(__shfl_sync(FULL_WARP, own.pos, r));
-      if (lane < 16) {
-        tile[lane] = own;
-        query_parts[lane] = r < span.rows && head < head_count ? parts_of_row : 0;
-        query_index[lane] = (span.first_row + r) * heads + first_head + head;
+      is_chain = __all_sync(FULL_WARP, is_chain);
+      if (lane == 0) all = {last, common, is_chain};
+      __syncwarp();
+      for (int m = lane; m < QUERIES; m += 32) {
+        const int r = m / 16 * tile_rows + m % 16 / tile_heads, head = m % 16 % tile_heads;
+        const bool is_used = m % 16 / tile_heads < tile_rows && r < span.rows && head < head_count;
+        query_parts[m] = is_used ? parts_at(tile[r].pos) : 0;
+        query_index[m] = (span.first_row + r) * heads + first_head + head;
       }
     }
     __syncthreads();
     const int first_part = index == from.tile ? from.part : 0;
     const int end_part = index == to.tile ? to.part : parts_at(all.last);
     const long long number = static_cast<long long>(span.first_block) * gridDim.y + blockIdx.y;
-    float* const tile_workspace = parts + number * part_count * 16 * PART_WIDTH;
+    float* const tile_workspace = parts + number * part_count * QUERIES * PART_WIDTH;
 
-    // Load queries g and g + 8, where g is lane / 4, to shared memory. Every warp loads some of the
-    // dimensions.
-    int row_of[2];  // tile rows of queries g and g + 8; -1 for padding and missing queries
+    // Load queries to shared memory. Every warp loads some of the dimensions.
+    for (int q = 0; q < QUERY_TILES; ++q) {
 #pragma unroll
-    for (int q = 0; q < 2; ++q) {
-      const int m = g + 8 * q, r = m / tile_heads, head = m % tile_heads;
-      const bool is_valid = tile[r].pos >= 0 && head < head_count;
-      row_of[q] = is_valid ? r : -1;
-      const long long row = span.first_row + r;
-      const float* from_row =
-          qkv + (row * (heads + 2 * kv_heads) + first_head + head) * WIDE_HEAD + 8 * t;
-      for (int c = warp; c < CHUNKS; c += WARPS) {
+      for (int side = 0; side < 2; ++side) {
+        const int m = 16 * q + g + 8 * side;
+        const bool is_valid = query_parts[m] > 0 && all.last >= 0;
+        const int row = query_index[m] / heads, head = query_index[m] % heads;
+        const float* from_row =
+            qkv + (static_cast<long long>(row) * (heads + 2 * kv_heads) + head) * WIDE_HEAD + 8 * t;
+        for (int c = warp; c < CHUNKS; c += WARPS) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float x = is_valid ? from_row[32 * c + 2 * i] * scale : 0.0f;
-          const float y = is_valid ? from_row[32 * c + 2 * i + 1] * scale : 0.0f;
-          split_pair(x, y, &query[c][0][q][lane].u[i], &query[c][1][q][lane].u[i]);
+          for (int i = 0; i < 4; ++i) {
+            const float x = is_valid ? from_row[32 * c + 2 * i] * scale : 0.0f;
+            const float y = is_valid ? from_row[32 * c + 2 * i + 1] * scale : 0.0f;
+            split_pair(x, y, &query[q][c][0][side][lane].u[i], &query[q][c][1][side][lane].u[i]);
+          }
         }
       }
     }
-    for (int pass = 0; pass < 2 * HALVES; ++pass) {
-      folded_sum[own_query][dimension_of(pass) / 4] = {};
+    float folded_top[QUERY_TILES], folded_mass[QUERY_TILES];
+#pragma unroll
+    for (int q = 0; q < QUERY_TILES; ++q) {
+      folded_top[q] = LOWEST;
+      folded_mass[q] = 0.0f;
+      for (int pass = 0; pass < 2 * HALVES; ++pass) {
+        folded_sum[16 * q + own_query][dimension_of(pass) / 4] = {};
+      }
     }
-    float folded_top = LOWEST, folded_mass = 0.0f;
     __syncthreads();
 
     for (int part = first_part; part < end_part; ++part) {
-      float sum[HALVES][8][4] = {};
-      float top[2] = {LOWEST, LOWEST}, mass[2] = {};
+      // The sums of this warp, see SUMS.
+#if QUERY_TILES == 1
+      Floats4 own_sums[SUMS] = {};
+      const auto sums_of = [&](int, int i) -> Floats4& { return own_sums[i]; };
+#else
+      const auto sums_of = [&](int q, int i) -> Floats4& {
+        return warp_sums[((warp * QUERY_TILES + q) * SUMS + i) * 32 + lane];
+      };
+      for (int i = 0; i < QUERY_TILES * SUMS; ++i) sums_of(0, i) = {};
+#endif
+      for (int q = 0; q < QUERY_TILES; ++q) sums_of(q, SUMS - 1) = {{LOWEST, LOWEST, 0.0f, 0.0f}};
+
       // State of the loop over the steps of this warp in this part. `number` counts the steps, and
       // `first` is the first of the 16 positions of a step. Usually a step is computed for all rows
       // at once, and `only` is -1. If the rows do not attend to the same positions, the step is
-      // repeated for each row: `only` is the current row, and `waiting` the set of remaining rows.
+      // repeated for each row, from the last row to the first one: `only` is the current row, and
+      // `waiting` the set of remaining rows.
       int number = -1, first = 0, only = -1;
-      unsigned int waiting = 0;
+      unsigned long long waiting = 0;
       const auto next_step = [&] {
         if (waiting == 0) {
           ++number;
@@ -274,154 +322,190 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
           first = split * SPLIT + (number % (SPLIT / STEP / WARPS) * WARPS + warp) * STEP;
           only = -1;
           if (first + STEP - 1 <= all.common || first > all.last) return first <= all.last;
-          waiting = __ballot_sync(FULL_WARP, tile[lane % 16].pos >= first) & 0xffffu;
+#pragma unroll
+          for (int r = 0; r < QUERIES; r += 32) {
+            const bool waits = r + lane < QUERIES && tile[(r + lane) % QUERIES].pos >= first;
+            waiting |= static_cast<unsigned long long>(__ballot_sync(FULL_WARP, waits)) << r;
+          }
         }
-        only = __ffs(static_cast<int>(waiting)) - 1;
-        waiting &= waiting - 1;
+        only = 63 - __clzll(static_cast<long long>(waiting));
+        waiting &= ~(1ull << only);
         return true;
       };
-      bool more = next_step();
+      bool more = next_step(), loads = more;
       int at = more ? locate(pages, tile[max(only, 0)], first) : -1;
       Pack16 key[2][CHUNKS], value[4][HALVES];
       if (more) load_keys(keys, pages, kv_head, at, key);
       while (more) {
-        load_values(values, pages, kv_head, at, value);
-        const int row = only;
+        if (loads) load_values(values, pages, kv_head, at, value);
+        const int row = only, here = first;
         const int seen = tile[max(row, 0)].pos - first;  // last visible of the 16 positions
         more = next_step();
-        if (more) at = locate(pages, tile[max(only, 0)], first);
-
-        // score[0] are products with the high parts of the queries, score[1] with the low parts.
-        // The second index selects keys 2t and 2t + 1, or keys 2t + 8 and 2t + 9.
-        float score[2][2][4] = {};
+        // A step of a chain for another row uses the keys and values that are loaded, unless the
+        // row attends to later positions.
+        loads = more && (first != here || !all.is_chain || tile[only].pos > tile[row].pos);
+        if (loads) at = locate(pages, tile[max(only, 0)], first);
+        if (row >= 0) {
 #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
+          for (int j = 0; j < 4; ++j) {
+            const bool visible = 2 * t + j % 2 + 8 * (j / 2) <= seen;
 #pragma unroll
-          for (int low_part = 0; low_part < 2; ++low_part) {
-            const Pack16 q0 = query[c][low_part][0][lane], q1 = query[c][low_part][1][lane];
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              const unsigned int a[4] = {q0.u[2 * h], q1.u[2 * h], q0.u[2 * h + 1],
-                                         q1.u[2 * h + 1]};
-              mma_m16n8k16<CACHE16>(score[low_part][0], a, key[0][c].u + 2 * h);
-              mma_m16n8k16<CACHE16>(score[low_part][1], a, key[1][c].u + 2 * h);
+            for (int i = 0; i < 4 * HALVES; ++i) {
+              unsigned int* pair = value[j][i / 4].u + i % 4;
+              *pair = visible ? *pair : 0;
             }
           }
         }
-        if (more) load_keys(keys, pages, kv_head, at, key);
 
-        bool is_active[2];
-        float shrink[2];
-        unsigned int high[4], low[4];
+        const int end_q = row < 0 ? QUERY_TILES : row / tile_rows + 1;
+        for (int q = row < 0 ? 0 : end_q - 1; q < end_q; ++q) {
+          // score[0] are products with the high parts of the queries, score[1] with the low parts.
+          // The second index selects keys 2t and 2t + 1, or keys 2t + 8 and 2t + 9.
+          float score[2][2][4] = {};
 #pragma unroll
-        for (int q = 0; q < 2; ++q) {
-          is_active[q] = row_of[q] >= 0 && (row < 0 || row_of[q] == row);
-          float x[4], tile_top = top[q];
+          for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const bool visible = 2 * t + i % 2 + 8 * (i / 2) <= seen;
-            const float s = score[0][i / 2][2 * q + i % 2] + score[1][i / 2][2 * q + i % 2];
-            x[i] = visible ? s : LOWEST;
-            tile_top = x[i] > tile_top ? x[i] : tile_top;
+            for (int low_part = 0; low_part < 2; ++low_part) {
+              const Pack16 q0 = query[q][c][low_part][0][lane], q1 = query[q][c][low_part][1][lane];
+#pragma unroll
+              for (int h = 0; h < 2; ++h) {
+                const unsigned int a[4] = {q0.u[2 * h], q1.u[2 * h], q0.u[2 * h + 1],
+                                           q1.u[2 * h + 1]};
+                mma_m16n8k16<CACHE16>(score[low_part][0], a, key[0][c].u + 2 * h);
+                mma_m16n8k16<CACHE16>(score[low_part][1], a, key[1][c].u + 2 * h);
+              }
+            }
           }
+          if (loads && q == end_q - 1) load_keys(keys, pages, kv_head, at, key);
+
+          Floats4 state = sums_of(q, SUMS - 1);
+          float* const top = state.f;
+          float* const mass = state.f + 2;
+          bool is_active[2];
+          float shrink[2];
+          unsigned int high[4], low[4];
+#pragma unroll
+          for (int side = 0; side < 2; ++side) {
+            is_active[side] = row < 0 || q * tile_rows + row_in_tile[side] == row;
+            float x[4], tile_top = top[side];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const bool visible = 2 * t + i % 2 + 8 * (i / 2) <= seen;
+              const float s = score[0][i / 2][2 * side + i % 2] + score[1][i / 2][2 * side + i % 2];
+              x[i] = visible ? s : LOWEST;
+              tile_top = x[i] > tile_top ? x[i] : tile_top;
+            }
+#pragma unroll
+            for (int offset = 1; offset < 4; offset <<= 1) {
+              const float other = __shfl_xor_sync(FULL_WARP, tile_top, offset);
+              tile_top = other > tile_top ? other : tile_top;
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const bool visible = 2 * t + i % 2 + 8 * (i / 2) <= seen;
+              const float e = exp_exact(x[i] - tile_top);
+              x[i] = visible ? e : 0.0f;
+            }
+            shrink[side] = exp_exact(top[side] - tile_top);
+            if (is_active[side]) {
+              mass[side] = fmaf(mass[side], shrink[side], (x[0] + x[1]) + (x[2] + x[3]));
+              top[side] = tile_top;
+            }
+            split_pair(x[0], x[1], high + side, low + side);
+            split_pair(x[2], x[3], high + side + 2, low + side + 2);
+          }
+#pragma unroll
+          for (int h = 0; h < HALVES; ++h) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+              const unsigned int b[2] = {pair_of(value[0][h], value[1][h], j),
+                                         pair_of(value[2][h], value[3][h], j)};
+              const Floats4 sum = sums_of(q, h * 8 + j);
+              Floats4 next;
+#pragma unroll
+              for (int i = 0; i < 4; ++i) next.f[i] = sum.f[i] * shrink[i / 2];
+              mma_m16n8k16<CACHE16>(next.f, high, b);
+              mma_m16n8k16<CACHE16>(next.f, low, b);
+#pragma unroll
+              for (int i = 0; i < 4; ++i) next.f[i] = is_active[i / 2] ? next.f[i] : sum.f[i];
+              sums_of(q, h * 8 + j) = next;
+            }
+          }
+          sums_of(q, SUMS - 1) = state;
+        }
+      }
+
+      // Combine the warps' results in warp order. Each `pass` combines 32 dimensions of a query
+      // tile: 8 of every 16 consecutive ones.
+#pragma unroll
+      for (int q = 0; q < QUERY_TILES; ++q) {
+        Floats4 state = sums_of(q, SUMS - 1);
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+          float mass = state.f[2 + side];
 #pragma unroll
           for (int offset = 1; offset < 4; offset <<= 1) {
-            const float other = __shfl_xor_sync(FULL_WARP, tile_top, offset);
-            tile_top = other > tile_top ? other : tile_top;
+            mass += __shfl_xor_sync(FULL_WARP, mass, offset);
           }
+          part_top[warp][g + 8 * side] = state.f[side];
+          part_mass[warp][g + 8 * side] = mass;
+        }
+        const int m = 16 * q + own_query;
+#pragma unroll
+        for (int pass = 0; pass < 2 * HALVES; ++pass) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const bool visible = 2 * t + i % 2 + 8 * (i / 2) <= seen;
-            const float e = exp_exact(x[i] - tile_top);
-            x[i] = visible ? e : 0.0f;
+            const int of = i / 2 * 2 + pass % 2, first_sum = pass / 2 * 8 + i % 2 * 4;
+            Floats4* to_sum = &part_sum[warp][g + 8 * (i / 2)][2 * t + i % 2];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) to_sum->f[j] = sums_of(q, first_sum + j).f[of];
           }
-          shrink[q] = exp_exact(top[q] - tile_top);
-          if (is_active[q]) {
-            mass[q] = fmaf(mass[q], shrink[q], (x[0] + x[1]) + (x[2] + x[3]));
-            top[q] = tile_top;
-          }
-          split_pair(x[0], x[1], high + q, low + q);
-          split_pair(x[2], x[3], high + q + 2, low + q + 2);
-        }
-#pragma unroll
-        for (int h = 0; h < HALVES; ++h) {
-#pragma unroll
-          for (int j = 0; j < 8; ++j) {
-            const unsigned int b[2] = {pair_of(value[0][h], value[1][h], j),
-                                       pair_of(value[2][h], value[3][h], j)};
-            float next[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) next[i] = sum[h][j][i] * shrink[i / 2];
-            mma_m16n8k16<CACHE16>(next, high, b);
-            mma_m16n8k16<CACHE16>(next, low, b);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sum[h][j][i] = is_active[i / 2] ? next[i] : sum[h][j][i];
-          }
-        }
-      }
-
-      // Combine the warps' results in warp order. Each `pass` of the second loop combines 32
-      // dimensions: 8 of every 16 consecutive ones.
-#pragma unroll
-      for (int q = 0; q < 2; ++q) {
-#pragma unroll
-        for (int offset = 1; offset < 4; offset <<= 1) {
-          mass[q] += __shfl_xor_sync(FULL_WARP, mass[q], offset);
-        }
-        part_top[warp][g + 8 * q] = top[q];
-        part_mass[warp][g + 8 * q] = mass[q];
-      }
-#pragma unroll
-      for (int pass = 0; pass < 2 * HALVES; ++pass) {
-        const int h = pass / 2, side = pass % 2;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int of = i / 2 * 2 + side, j = i % 2 * 4;
-          part_sum[warp][g + 8 * (i / 2)][2 * t + i % 2] = {
-              {sum[h][j][of], sum[h][j + 1][of], sum[h][j + 2][of], sum[h][j + 3][of]}};
-        }
-        __syncthreads();
-        const int m = own_query;
-        if (part < query_parts[m]) {
-          float all_top = LOWEST, all_mass = 0.0f;
-          Floats4 all_sum = {};
-          for (int w = 0; w < WARPS; ++w) all_top = fmaxf(all_top, part_top[w][m]);
-          for (int w = 0; w < WARPS; ++w) {
-            // A warp without steps for the row has mass 0 and adds exact zeros.
-            const float by = part_mass[w][m] > 0.0f ? exp_exact(part_top[w][m] - all_top) : 0.0f;
-            all_mass = fmaf(part_mass[w][m], by, all_mass);
-            add_scaled(&all_sum, part_sum[w][m][sum_index], by);
-          }
-          const int d = dimension_of(pass);
-          const long long at_head = query_index[m];
-          if (span.blocks == 1) {
-            const FoldFactors factors(folded_top, all_top);
-            fold_sum(&folded_sum[m][d / 4], factors.shrink, all_sum, factors.by);
-            if (pass == 2 * HALVES - 1) {
-              folded_mass = fmaf(all_mass, factors.by, folded_mass * factors.shrink);
-              folded_top = factors.top;
+          __syncthreads();
+          if (part < query_parts[m]) {
+            float all_top = LOWEST, all_mass = 0.0f;
+            Floats4 all_sum = {};
+            for (int w = 0; w < WARPS; ++w) all_top = fmaxf(all_top, part_top[w][own_query]);
+            for (int w = 0; w < WARPS; ++w) {
+              // A warp without steps for the row has mass 0 and adds exact zeros.
+              const float mass = part_mass[w][own_query];
+              const float by = mass > 0.0f ? exp_exact(part_top[w][own_query] - all_top) : 0.0f;
+              all_mass = fmaf(mass, by, all_mass);
+              add_scaled(&all_sum, part_sum[w][own_query][sum_index], by);
             }
-          } else if (query_parts[m] == 1) {
-            store_quotient(out + at_head * WIDE_HEAD + d, all_sum, all_mass);
-          } else {
-            float* of_part = tile_workspace + (part * 16 + m) * PART_WIDTH;
-            *reinterpret_cast<Floats4*>(of_part + d) = all_sum;
-            if (d == 0) {
-              of_part[WIDE_HEAD] = all_top;
-              of_part[WIDE_HEAD + 1] = all_mass;
+            const int d = dimension_of(pass);
+            const long long at_head = query_index[m];
+            if (span.blocks == 1) {
+              const FoldFactors factors(folded_top[q], all_top);
+              fold_sum(&folded_sum[m][d / 4], factors.shrink, all_sum, factors.by);
+              if (pass == 2 * HALVES - 1) {
+                folded_mass[q] = fmaf(all_mass, factors.by, folded_mass[q] * factors.shrink);
+                folded_top[q] = factors.top;
+              }
+            } else if (query_parts[m] == 1) {
+              store_quotient(out + at_head * WIDE_HEAD + d, all_sum, all_mass);
+            } else {
+              float* of_part = tile_workspace + (part * QUERIES + m) * PART_WIDTH;
+              *reinterpret_cast<Floats4*>(of_part + d) = all_sum;
+              if (d == 0) {
+                of_part[WIDE_HEAD] = all_top;
+                of_part[WIDE_HEAD + 1] = all_mass;
+              }
             }
           }
+          __syncthreads();
         }
-        __syncthreads();
       }
     }
     if (span.blocks == 1) {
-      if (query_parts[own_query] > 0) {
-        const long long at_head = query_index[own_query];
+#pragma unroll
+      for (int q = 0; q < QUERY_TILES; ++q) {
+        const int m = 16 * q + own_query;
+        if (query_parts[m] == 0) continue;
+        const long long at_head = query_index[m];
 #pragma unroll
         for (int pass = 0; pass < 2 * HALVES; ++pass) {
           const int d = dimension_of(pass);
-          store_quotient(out + at_head * WIDE_HEAD + d, folded_sum[own_query][d / 4], folded_mass);
+          store_quotient(out + at_head * WIDE_HEAD + d, folded_sum[m][d / 4], folded_mass[q]);
         }
       }
       __syncthreads();  // the next tile overwrites the rows of this one
@@ -432,13 +516,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     // for which it needs the maximum over the parts before p.
     const bool combines = is_last_block(arrived + number, span.blocks, &is_last);
     if (!combines) continue;
-    float* const shrink_of = part_sum[0][0][0].f;  // [16][PARTS], like the next two arrays
-    float* const by_of = shrink_of + 16 * PARTS;
-    float* const mass_of = by_of + 16 * PARTS;
-    static_assert(sizeof(part_sum) >= 3 * 16 * PARTS * sizeof(float), "the arrays fit");
-    for (int m = warp; m < 16; m += WARPS) {
+#if QUERY_TILES == 1
+    float* const shrink_of = part_sum[0][0][0].f;  // [QUERIES][PARTS], like the next two arrays
+    static_assert(sizeof(part_sum) >= 3 * QUERIES * PARTS * sizeof(float), "the arrays fit");
+#else
+    float* const shrink_of = warp_sums[0].f;
+    static_assert(WARPS * QUERY_TILES * SUMS * 32 * 4 >= 3 * QUERIES * PARTS, "the arrays fit");
+#endif
+    float* const by_of = shrink_of + QUERIES * PARTS;
+    float* const mass_of = by_of + QUERIES * PARTS;
+    for (int m = warp; m < QUERIES; m += WARPS) {
       const bool is_valid = lane < query_parts[m];
-      const float* of_part = tile_workspace + (lane * 16 + m) * PART_WIDTH + WIDE_HEAD;
+      const float* of_part = tile_workspace + (lane * QUERIES + m) * PART_WIDTH + WIDE_HEAD;
       const float top = is_valid ? of_part[0] : LOWEST;
       float highest = top;  // maximum over parts 0 .. lane, after the loop
 #pragma unroll
@@ -453,7 +542,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
       mass_of[m * PARTS + lane] = is_valid ? of_part[1] : 0.0f;
     }
     __syncthreads();
-    for (int item = threadIdx.x; item < 16 * WIDE_HEAD / 4; item += WARPS * 32) {
+    for (int item = threadIdx.x; item < QUERIES * WIDE_HEAD / 4; item += WARPS * 32) {
       const int m = item / (WIDE_HEAD / 4), d = item % (WIDE_HEAD / 4) * 4;
       if (query_parts[m] <= 1) continue;
       const long long at_head = query_index[m];
@@ -461,7 +550,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
       float all_mass = 0.0f;
 #pragma unroll 8
       for (int part = 0; part < query_parts[m]; ++part) {
-        const float* of_part = tile_workspace + (part * 16 + m) * PART_WIDTH + d;
+        const float* of_part = tile_workspace + (part * QUERIES + m) * PART_WIDTH + d;
         const float shrink = shrink_of[m * PARTS + part], by = by_of[m * PARTS + part];
         fold_sum(&all_sum, shrink, *reinterpret_cast<const Floats4*>(of_part), by);
         all_mass = fmaf(mass_of[m * PARTS + part], by, all_mass * shrink);
