@@ -311,7 +311,8 @@ class GuidedDecoder:
         Parameters
         ----------
         j
-            Number of the draft. What the step does depends on the draft mode:
+            Number of the draft, from 1. The draft mode of `exchange` (an argument of the
+            constructor) selects how the step works:
 
             * Fill: the step runs after draft `j` was sampled and fills mask row `j`, for
               ``1 <= j < draft_length``.

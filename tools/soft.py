@@ -192,10 +192,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_child(command: Sequence[str], options: argparse.Namespace) -> int:
-    """Run the program in a child process, write its counts, and return its exit status.
+    """Run the program in a child process and return its exit status.
 
     If the soft device reports a fault and ``--error-exitcode`` is given, return the value of this
-    option instead.
+    option instead. With ``--count``, write the counts of kernel launches to the file.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(options.report or f"{folder}/faults.json")

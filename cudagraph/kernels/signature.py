@@ -133,7 +133,10 @@ def _parameter(text: str) -> Parameter:
 
 
 def _kind(words: list[str]) -> str:
-    """Return the kind of a non-pointer type that is written as `words` in the source."""
+    """Return the kind (``INT``, ``FLOAT`` or ``OTHER``) of a type that is not a pointer.
+
+    `words` are the words of the type in the source.
+    """
     if words and all(word in _INT_WORDS for word in words):
         return INT
     if words in (["float"], ["double"]):

@@ -38,8 +38,8 @@ class Piece:
         Whether the expression is regular, so that it can be a part of a terminal. Other pieces are
         expressions for rules.
     closed
-        Whether it is known how a match can be extended to a longer match: only with a text that
-        begins with one of the texts in `more` or, if the piece is `numeric`, with digits.
+        Whether it is known how the greedy lexer could extend a match to a longer match: only with a
+        text that begins with one of the texts in `more` or, if the piece is `numeric`, with digits.
     starts
         Texts with which the matches start: each match that is not empty starts with one of them.
         None if they are not known.
@@ -60,8 +60,8 @@ class Piece:
         If the piece is a rule: beginnings of the texts that may continue a match; None if they are
         not known.
     repeated
-        Piece that matches the same texts with a rule instead of a terminal; None if the lexer might
-        read this rule wrongly.
+        If the piece is a repetition or ends with one: piece that matches the same texts with a rule
+        instead of one terminal. None if the lexer might then split a text at a wrong place.
     """
 
     text: str

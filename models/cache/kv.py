@@ -63,7 +63,8 @@ class PagedKV:
     free
         Free pages, used as a stack: the last one is allocated first.
     idle
-        Idle pages as the keys of an ordered dictionary, least recently used first.
+        Idle pages (retained by the prefix cache, but not used by a slot) as the keys of an ordered
+        dictionary, least recently used first.
     idle_version
         Number that changes whenever the set of idle pages changes.
     """

@@ -176,10 +176,11 @@ class Eagle3Head:
     ) -> DeviceArray:
         """Run the head on drafts, for which no features of the target exist yet.
 
-        Instead of features, the head reads `hidden` float32[B, hidden], its own outputs for the
-        previous tokens. `hidden` may be the result of an earlier call. Rows and result are as in
-        `entries`. If `logits` float32[B, draft_vocab] is given, the logits are written to it. They
-        equal those of `head` up to rounding.
+        `rows` is as in `entries`. Instead of features, the head reads `hidden`, float32[R,
+        hidden_size], which contains its own outputs for the previous tokens. `hidden` may be the
+        result of an earlier call. The result has the same shape; it is the output before the final
+        norm, a view that the next call overwrites. If `logits`, float32[R, draft_vocab], is given,
+        the logits are written to it. They equal those of `head` up to rounding.
         """
         count = rows.check(self.max_rows)
         expect("hidden", hidden, "float32", B=count, width=self.config.hidden_size)

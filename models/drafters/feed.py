@@ -70,15 +70,16 @@ class RoundScratch:
 
 
 class Feed:
-    """Inputs and output buffers of a drafter in the round of one batch bucket.
+    """Inputs and output buffers of a drafter in the rounds of one batch bucket.
 
-    The sampler owns the ``RoundRow`` of every batch row, which contains the tokens that
-    verification committed.
+    A batch row is one request, or padding. Each batch row has several forward rows, the rows of the
+    target's forward pass: one for its last token and one for each draft to verify. The tokens that
+    verification committed are not in these arrays: the sampler stores them (``RoundRow``).
 
     Attributes
     ----------
     batch, count
-        Number B of requests per replay, and number R of rows of the target's forward pass.
+        Number B of batch rows, and number R of forward rows.
     width
         Maximum number of rows per request in the next target forward pass. The drafter makes at
         most ``width - 1`` drafts; if the width is 1 it makes none.

@@ -58,15 +58,16 @@ class GraphSelector:
     graphs
         All graphs by key. Entries may be added after this object has been created.
     promotion
-        Tells which requests need grammar steps on the host.
+        Tells which requests need grammar steps on the host. Promoted requests, whose grammar steps
+        are done by kernels, need none.
     kind_without_host
         Kind of the graphs for batches that need no grammar steps on the host.
     max_loop_rounds
         Maximum number of rounds of a generation loop; None sets no limit.
     serves_all
-        Whether the host runs grammar steps for requests without a grammar, too. This is required if
-        the drafts of all tree levels are chosen at once, because the grammar worker on the host
-        chooses them.
+        Whether the host runs grammar steps for requests without a grammar, too. This is required
+        for trees whose levels are all drafted at once, because the grammar worker on the host then
+        chooses the drafts of all requests.
     """
 
     def __init__(

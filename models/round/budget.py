@@ -237,8 +237,8 @@ class DraftBudget:
     def expected_rates(self, bucket: int, requests: Sequence[object]) -> list[float]:
         """Return the expected number of tokens per nanosecond for each draft length."""
         probs = [self._by_request.get(request, self._overall) for request in requests]
-        # survival[i, l, j - 1] is s_j (defined in `DraftBudget`) of request i for length l. For a
-        # chain, the axis of lengths has one entry.
+        # survival[i, l, j - 1] is s_j of request i for draft length l: the probability that drafts
+        # 1 to j are all accepted. For a chain it is the same for all lengths, so l is always 0.
         survival = np.cumprod(_fill_unknown(np.stack(probs)), axis=2)
         times = self._expected_times([(bucket, length) for length in self.lengths])
         rates = []

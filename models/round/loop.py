@@ -161,10 +161,12 @@ class LoopGraph(RoundGraph):
         return body.lane("model"), body.lane("grammar", urgent=True)
 
     def _input_args(self) -> list[object]:
-        """Return the arguments with which ``begin`` reads the slots in the body of the loop.
+        """Return the arguments of the kernel ``round_begin`` for its input ring.
 
-        Instead of the host's input ring, the body reads a ring with one entry. The stamp of this
-        entry, which says for which replay it is valid, is the number of the loop's next replay.
+        The host publishes inputs only once per loop, and ``loop_begin`` copies them to the device.
+        In the body, ``round_begin`` therefore reads this copy as a ring with one entry. The stamp
+        of the entry, which says for which replay it is valid, is the number of the loop's next
+        replay.
         """
         control = self._control
         return [control.row_slot, self.batch, control.loop[1:], 1, 1]

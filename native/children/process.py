@@ -161,10 +161,10 @@ class ChildProcess:
             The call took longer than its limit; the process was killed.
         ChildUnavailable
             A process could not be started, or the processes that ran the call crashed, were killed,
-            stopped or got no processor time.
+            stopped or got no processor time. The same call may succeed later.
         ChildLost
-            Each process that ran the call exited, the call ran out of memory, or the function
-            raised an exception that is not a `Refusal`.
+            The call itself failed: each process that ran it exited, it ran out of memory, or the
+            function raised an exception that is not a `Refusal`.
         """
         _reap_dead()
         time_limit = limit if isinstance(limit, TimeLimit) else TimeLimit(limit)

@@ -72,9 +72,9 @@ int encode_utf8(uint32_t character, std::array<uint8_t, 4>* out) {
 
 // Appends sequences of byte ranges that match exactly the UTF-8 texts of a range of characters.
 //
-// The range is split into parts, so that one sequence of byte ranges matches each part: all
-// characters of a part have the same number of bytes, and the bytes after the first one that
-// differs take all values from 0x80 to 0xBF.
+// The range is split into parts, so that one sequence of byte ranges matches each part. All
+// characters of a part have the same number of bytes. They share the first bytes; the next byte
+// has a range of values; and each byte after it takes all values from 0x80 to 0xBF.
 void split_utf8(CharRange range, std::vector<ByteSequence>* out) {
   if (range.low > range.high) return;
   if (range.low <= 0xDFFF && range.high >= 0xD800) {  // surrogates are not characters

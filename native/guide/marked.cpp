@@ -47,7 +47,8 @@ bool is_space(char byte) noexcept {
   return byte == ' ' || byte == '\t' || byte == '\n' || byte == '\r';
 }
 
-// Marker for one vocabulary; immutable and shared by its matchers.
+// Scanner that searches free text for a marker, for the tokens of one vocabulary. Immutable and
+// shared by the matchers with this marker.
 class Marker {
  public:
   // Each of `ids` is a token that alone is a complete marker. `text` is the marker as bytes; it may

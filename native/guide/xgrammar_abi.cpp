@@ -246,15 +246,14 @@ class XGrammarMatcher final : public NativeMatcher {
   static bool has(const uint32_t* ids, int32_t token) noexcept {
     return ((ids[token >> 5] >> (token & 31)) & 1u) != 0;
   }
-  // If the accepted text ends with a lead (see the constructor), returns the ids that are legal
-  // after it; otherwise null.
+  // If the accepted text ends with a lead (a first byte of a character after which some second
+  // bytes are not UTF-8), returns the ids that are legal after it; otherwise null.
   const uint32_t* following() const noexcept {
     if (after_lead_.empty() || after_lead_.back().size != size_) return nullptr;
     return follows_ + after_lead_.back().lead * words_;
   }
 
-  // The text of the first `size` accepted tokens ends with lead number `lead`, a first byte of a
-  // character (see the constructor).
+  // The text of the first `size` accepted tokens ends with lead number `lead`.
   struct AfterLead {
     int64_t size;
     int32_t lead;

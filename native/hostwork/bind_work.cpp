@@ -111,7 +111,8 @@ void bind_records(nb::module_& m) {
     }
     return out;
   });
-  // Returns the addresses of the functions that native work in other libraries may call.
+  // Returns the addresses of the functions that host work in C functions of other libraries may
+  // call.
   m.def("native_api", [] {
     nb::dict out;
     out["current_replay"] = reinterpret_cast<std::uint64_t>(&current_replay);

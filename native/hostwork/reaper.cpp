@@ -97,8 +97,9 @@ class StreamFences {
     return result == kSuccess && status != 0;
   }
 
-  // Records the event of a stream. Returns false if the stream is capturing. Errors occur only
-  // after a context fault, after which no work runs; the query then returns the same error.
+  // Records the event of a stream. Returns false if the stream is capturing. Other errors of the
+  // calls are ignored: they occur only after a context fault, after which no work runs, and the
+  // query of the event in update() then returns the same error.
   bool record(Fence& fence) {
     constexpr unsigned kDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
     if (is_capturing(fence.stream)) return false;

@@ -58,8 +58,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   adjust_draft(x, own_slice(draft_vocab), {draft_vocab, d2t, t2d}, slot, path_of(slot, draft - 1),
                position, table_of(tables, vocab_size, index), vocab_size, drafted);
   const Row row = {x, draft_vocab, nullptr, token_limit, d2t};
-  // A draft chosen by the grammar is a point mass and needs no table of draft probabilities. The
-  // memory of the table therefore stores the scores of the columns.
+  // The grammar chooses the draft among the candidates, so the draft is a point mass and needs no
+  // table of draft probabilities. The memory of the table therefore stores the scores of the
+  // columns, which are the entries of the draft vocabulary.
   float* score = q + (static_cast<long long>(index) * max_drafts + draft - 1 + level) * draft_vocab;
   const bool sampled = slot.temperature >= GREEDY_TEMPERATURE;
   const Filter filter = {slot.temperature, slot.top_k, slot.top_p, slot.min_p};
@@ -93,8 +94,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   int found = 0;
   float top = 0.0f;
   float sum = 1.0f;
-  // Returns the weight of a column with score x relative to the weight of the best column; 0 for
-  // columns that the filters remove.
+  // Returns the weight of a column of the draft vocabulary with score x, relative to the weight of
+  // the best column; 0 for columns that the filters remove.
   const auto relative = [&](float x) {
     if (!sampled) return exp_nonpositive(fadd(x, -top));
     return x > 0.0f ? fdiv(x, top) : 0.0f;

@@ -1,8 +1,8 @@
 """Acceptance lengths, paired comparisons, throughput predictions and confidence intervals.
 
-A configuration is the dict of results that `speculation.summarize` returns, with the values of
-`CONFIGURATION_KEYS`. A round is one verification of a request's drafts by the target model. Drafts
-form a chain, or a tree with several candidates per position.
+A configuration is represented by a dict that contains its options (`CONFIGURATION_KEYS`) and the
+results that `speculation.summarize` returned for it. A round is one verification of a request's
+drafts by the target model. Drafts form a chain, or a tree with several candidates per position.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-#: Keys whose values identify a configuration.
+#: Names of the options that identify a configuration.
 CONFIGURATION_KEYS = ("drafter", "masking", "length", "tree", "verify", "temperature", "batch")
 #: Two-sided 95 % quantile of the normal distribution.
 Z95 = 1.959964

@@ -65,7 +65,7 @@ struct FillItem {
   int store;     // row of the cache to store the computed row in; -1: none
   int position;  // position of the token before the token that the row constrains
   // Number of legal ids, summed by the blocks that share the row. If automaton_fill does not look
-  // for forced tokens, the number only says whether any id is legal: it is then positive.
+  // for forced tokens, it is not counted exactly; it is positive if and only if an id is legal.
   int num_legal;
   int last_legal;        // largest legal id, if automaton_fill looks for forced tokens
   unsigned int arrived;  // number of blocks that have finished their part of the row

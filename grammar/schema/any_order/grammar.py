@@ -324,10 +324,10 @@ class _RuleBuilder:
             return self._json_rule(parts, frozenset((json_type,)))
 
     def _json_rule(self, parts: Conjuncts, types: frozenset[str]) -> str | None:
-        """Return the name of the rule for the values of some types that satisfy a conjunction.
+        """Return the name of a rule for the values of `types` that satisfy all schemas in `parts`.
 
-        The rule is a JSON part (``%json``). Return None if it is known that there are no such
-        values.
+        The rule consists of a schema for LLGuidance (``%json``). Return None if it is known that no
+        value satisfies them.
         """
         body = self._json_parts.json_part(parts, types)
         return None if body is None else self._shared_rule(body)

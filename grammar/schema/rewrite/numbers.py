@@ -165,11 +165,11 @@ class Numbers:
         is_integer: bool,
         narrowed: dict[str, str],
     ) -> Restricted:
-        """Return the exact form of a ``multipleOf`` with bounds.
+        """Return a form of a ``multipleOf`` with bounds that LLGuidance enforces exactly.
 
         `keywords` are the schema's numeric keywords, and `step` is the value of ``multipleOf``.
         `is_integer` is True if all valid numbers are integers. Each bound is replaced with the
-        first multiple of `step` inside the bound. If the new form excludes valid numbers, the
+        nearest multiple of `step` that satisfies it. If the new form excludes valid numbers, the
         method adds a description of these numbers to `narrowed`.
         """
         if is_integer:
@@ -218,10 +218,11 @@ class Numbers:
         return sign * bound.value >= 0 and self._gap(bound, sign) < 1
 
     def _gap(self, bound: _Bound, sign: int) -> Fraction:
-        """Return the distance from a bound to the nearest other bound that it allows.
+        """Return the distance from a bound to the nearest other bound that satisfies it.
 
-        The other bounds are those with which LLGuidance may combine it (`_bounds`). Return 1 if
-        there is none. `sign` is 1 for lower bounds and -1 for upper bounds.
+        The other bounds are those of subschemas that LLGuidance may combine with the current one
+        (`_bounds`). Return 1 if none of them satisfies the bound. `sign` is 1 for lower bounds and
+        -1 for upper bounds.
         """
         distances = [sign * (value - bound.value) for value in self._bounds]
         return min((distance for distance in distances if distance > 0), default=Fraction(1))

@@ -85,13 +85,13 @@ extern "C" __global__ void scale_rows(float* x, int rows, int width, float facto
   }
 }
 
-// Computes a causal convolution over the rows of a block, which are `row_stride` rows apart. Each
-// row has its own convolution kernel:
+// Computes a causal convolution over the rows of a request's block of drafts. These rows are
+// `row_stride` rows apart. For column c in group g of adjacent columns and o = 0 .. size - 1:
 //
-//   out[r] = residual[r] + sum over o of (base[o] + dynamic[r][o]) * x[r - o * row_stride]
+//   out[r][c] = residual[r][c] + sum over o of
+//               (base[which][o][c] + dynamic[r][which][o][g]) * x[r - o * row_stride][c]
 //
-// `base` is [2, size, width]. `dynamic` is [rows, 2, size, groups] with one value per group of
-// adjacent columns. `which` (0 or 1) selects one of the two kernels in `base` and in `dynamic`.
+// `base` is [2, size, width], and `dynamic` is [rows, 2, size, groups]. `which` is 0 or 1.
 // `residual` may be null.
 extern "C" __global__ void convolve_rows(const float* x, const float* base, const float* dynamic,
                                          const float* residual, float* out, int rows, int width,

@@ -216,7 +216,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   const long long tile = static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x;
   float* const tile_partials = partials + tile * PARTS * ROW_BLOCK * OUTPUTS;
   float sum[COLUMN_TILES][ROW_TILES][4] = {};
-  // Totals of the partial sums that are complete so far. Only the first block of a tile needs them.
+  // Totals over the parts of the inner dimension that are complete so far. Only the block that
+  // computes a tile's first parts uses them, because the other blocks store each part by itself.
   // With TALL, they are in shared memory instead.
   float total[COLUMN_TILES][ROW_TILES][4];
   // row_of returns the row of sum i in row tile n, and column_of the column of sum i in column tile

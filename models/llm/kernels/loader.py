@@ -27,10 +27,11 @@ _NORM_BLOCK = 256
 
 
 class KernelLoader:
-    """Loads the model kernels of one device in one form. Each variant is compiled once.
+    """Loads the model kernels of one device. Each variant is compiled once.
 
-    Form ``thread`` is for the soft device only, ``warp`` for GPUs; None selects the device's
-    default. A form that the device does not run raises an `OptionError`.
+    `form` selects one of two implementations: ``warp``, in which the threads of a warp cooperate,
+    for GPUs and the soft device, or ``thread``, for the soft device only. None selects the device's
+    default. `OptionError` is raised if the device does not run the form.
     """
 
     def __init__(self, device: Device, form: str | None = None) -> None:

@@ -22,9 +22,11 @@ __device__ __forceinline__ unsigned long long priority(const Slot& slot, int b, 
 // for drafts, at position n + depth. If there are more drafts than rows, the drafts with the
 // greatest acceptance probabilities get rows (see priority()). These are always the first drafts of
 // a slot, because no draft of a slot has a greater acceptance probability than the drafts before
-// it. The other drafts are cut: the slot's draft_len and the count in its Drafted record, which the
-// grammar worker reads, are reduced. Whether draft j gets a row depends on earlier rounds and other
-// slots, never on the tokens of draft j and later drafts. Verification therefore remains exact.
+// it. The other drafts are dropped: the slot's draft_len is reduced, and so is the number of drafts
+// that the grammar worker reads (Drafted::count).
+//
+// Whether a draft gets a row depends on acceptance in earlier rounds and on other slots, but not on
+// the draft's token. The choice therefore does not change the distribution of the output.
 //
 // If the host has not published an entry of the input ring for this replay, every row is padding,
 // and the replay changes nothing. At its end, the kernel writes the first time stamp of the

@@ -479,8 +479,9 @@ const Instr* recursive_call(Warp& w, const Instr* in) {
   return in + w.block->kernel->operand_pool[static_cast<size_t>(in->imm)];
 }
 
-// The end of an inlined copy that is called recursively. `imm` is the number of the copy. A thread
-// that entered the copy by a recursive call continues after this call, any other thread at in + 1.
+// The end of an inlined copy of a function to which recursive calls jump back (recursion.cpp).
+// `imm` is the number of the copy. A thread that entered the copy by a recursive call continues
+// after the instruction of that call, any other thread at in + 1.
 const Instr* recursive_return(Warp& w, const Instr* in) {
   return branch_by_lane(w, in, [&](unsigned lane) -> const Instr* {
     const Instr* to = pop_frame(w, lane, static_cast<int32_t>(in->imm));

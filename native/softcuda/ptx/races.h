@@ -49,8 +49,8 @@ struct Races {
   Clocks barriers[16];
   WarpOrder orders[kMaxWarps];
   WarpOrder barrier_orders[16];
-  // For each mbarrier object, by address: which accesses of this block (Clocks) and of other blocks
-  // (WarpOrder) are ordered before the arrivals at the object.
+  // For each mbarrier object, by address: the accesses that are ordered before the arrivals at the
+  // object. `first` covers accesses of this block, `second` those of other blocks.
   std::unordered_map<const char*, std::pair<Clocks, WarpOrder>> mbarriers;
   uint32_t block = 0;  // number of the block in the grid
   std::vector<RaceWord> words;

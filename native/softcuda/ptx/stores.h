@@ -70,8 +70,8 @@ void begin_block_stores(Block& b);
 void end_block_stores(Block& b);
 // Makes all stores visible at the end of a launch.
 void end_launch_stores(LaunchState& launch);
-// Called before each access to global memory. Unless the access is a weak load or store, first
-// writes the buffered values of its words to memory.
+// Called before each access to global memory. Does nothing for weak loads and stores, which use the
+// buffers. Before any other access, writes the buffered values of the accessed words to memory.
 void order_stores(Warp& w, const Instr* in, char* storage, unsigned bytes, bool write);
 // Called when a warp has run and the next warp takes its turn. Makes random words of the buffers
 // visible in some of the calls.

@@ -290,8 +290,8 @@ __attribute__((destructor)) void report_leaks() {
 using namespace softcuda;
 
 // Called with 1, declares that a pending stream wait depends on the calling thread: the device
-// cannot continue before this thread stores the awaited value. Called with 0, ends this state.
-// Until then, driver calls of the thread return NOT_PERMITTED (INVARIANTS.md W6).
+// cannot continue before this thread stores the awaited value. From then on, all driver calls of
+// the thread return NOT_PERMITTED, until it calls this function with 0 (INVARIANTS.md W6).
 SC_EXPORT void softcuda_set_device_waits(int waits) {
   if (t_restricted_scope != nullptr && t_restricted_scope != kDeviceWaits) return;
   t_restricted_scope = waits != 0 ? kDeviceWaits : nullptr;

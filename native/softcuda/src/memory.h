@@ -11,10 +11,10 @@ namespace softcuda {
 struct MemoryPool;
 struct GraphMemory;
 
-// The kinds of memory. Pooled pinned memory and managed memory have the same address in host code
-// and in device code: the address of the storage, not the alias (INVARIANTS.md M7). `reserved` is a
-// range of virtual memory management (INVARIANTS.md M10), and `module` holds the variables of a
-// module.
+// The kinds of memory. The device address of device memory and of pinned memory differs from the
+// address of the storage (Allocation::alias). Pooled pinned memory and managed memory have the same
+// address in host code and in device code (INVARIANTS.md M7). `reserved` is a range of virtual
+// memory management (INVARIANTS.md M10), and `module` holds the variables of a module.
 enum class MemoryKind { device, pinned, pooled_pinned, managed, reserved, module };
 
 // Hints of cuMemAdvise and cuMemPrefetchAsync about one allocation of managed memory. They are
