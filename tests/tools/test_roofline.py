@@ -1,0 +1,110 @@
+"""The roofline model: its launches are those of the kernels, and its numbers those of the code."""
+
+import math
+from types import SimpleNamespace
+
+import machine_code
+import model_util
+import pytest
+from tiny_models import llama_config
+
+from graft.models.llm.config import LlamaConfig
+from graft.models.llm.kernels.library import ModelKernels
+from graft.models.llm.kernels.loader import FOLDER, KernelLoader
+from graft.models.llm.rows import Rows
+from graft.models.llm.stack import DecoderLayer, DecoderStack
+from graft.tools.bench import roofline
+
+
+class RecordingLane:
+    """Records the launches of kernels by node name, and runs nothing."""
+
+    def __init__(self):
+        self.launches = {}
+
+    def kernel(self, kernel, grid, block, args, *, shared=0, name=""):
+        file, defines = kernel
+        self.launches[name] = SimpleNamespace(file=file, defines=defines, grid=grid, args=args)
+
+
+MATRICES = roofline.LAYER_MATRICES
+
+
+@pytest.fixture
+def stack(device, monkeypatch):
+    """One layer of an 8B Llama in bfloat16, without values, whose kernels are not compiled."""
+    monkeypatch.setattr(KernelLoader, "load", lambda _, file, name, **defines: (file, defines))
+    shape = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "torch_dtype": "bfloat16",
+    }
+    config = LlamaConfig.from_dict(llama_config(num_hidden_layers=1, **shape))
+    sizes = {name: device.empty(size, "bfloat16") for name, size in MATRICES.items()}
+    norm = device.empty(4096, "float32")
+    layer = DecoderLayer(
+        input_norm=norm,
+        qkv=sizes["qkv"],
+        out=sizes["attention out"],
+        post_norm=norm,
+        gate_up=sizes["gate, up"],
+        down=sizes["down"],
+    )
+    kv = model_util.make_cache(device, config, pages=1100, page_size=16, max_pages_per_slot=1024)
+    return DecoderStack(ModelKernels(device, "warp"), config, [layer], kv, max_rows=1024)
+
+
+@pytest.mark.parametrize("count", [1, 8, 9, 16, 32, 64, 128, 256, 1024])
+def test_roofline_models_launched_shapes(device, stack, count):
+    """Kernels, grids, tiles and dtypes of a layer's launches are those of the model."""
+    token = device.empty(count, "int32")
+    rows = Rows(token, token, token, rows_per_slot=count)
+    lane = RecordingLane()
+    stack.run(lane, rows, stack.input_norm(count))
+    for name, size in MATRICES.items():
+        launch = lane.launches[name]
+        shape = roofline.product_shape(count, *size)
+        assert (launch.file, launch.grid) == (shape.kernel, shape.grid)
+        assert launch.defines.items() >= shape.defines.items()
+        assert launch.defines["X16"] == 1 and launch.defines["WEIGHT8"] == 0
+        tile = roofline.TILES[roofline.tile_rows(shape)]
+        assert tile.warp_rows <= roofline.tile_rows(shape) // 8
+    plan = lane.launches["attention plan"]
+    assert plan.args[6] == roofline.attention_tile_rows(count)
+    assert math.prod(lane.launches["attention"].grid) <= 2 * roofline.MULTIPROCESSORS
+
+
+def instructions(kernel, **defines):
+    """Return the instructions of a kernel for sm_90."""
+    macros = tuple((name, str(value)) for name, value in defines.items())
+    variant = machine_code.Variant(FOLDER / f"{kernel}.cu", macros)
+    cubin, _ = machine_code.compile_cubin(variant, 90)
+    return machine_code.kernel_instructions(machine_code.disassemble(cubin))[kernel]
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("block", [32, 64, 128, 256])
+def test_roofline_counts_instructions_of_machine_code(block):
+    """The model adds 40 to 55 instructions per stage, which follow the last mma instruction."""
+    code = instructions("linear_many", ROW_BLOCK=block, X16=1)
+    mma = [i for i, text in enumerate(code) if text.startswith("HMMA")]
+    barrier = max(i for i in range(mma[0]) if code[i].startswith("BAR"))
+    modelled = roofline.TILES[block].instructions_per_mma * len(mma)
+    assert 25 <= modelled - (mma[-1] - barrier) <= 55
+
+
+def test_roofline_estimate_exceeds_time_of_every_resource():
+    for name, size in MATRICES.items():
+        for count in (1, 16, 64, 1024):
+            launch = roofline.product(name, count, *size)
+            for resource, work in launch.work.items():
+                assert launch.seconds > work / roofline.RATES[resource] > 0
+
+
+def test_roofline_prints_which_targets_are_reached(capsys):
+    roofline.main([])
+    printed = capsys.readouterr().out
+    assert "32k among 63 x 1k: attention, ms" in printed and "reached" in printed

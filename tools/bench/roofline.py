@@ -1,0 +1,315 @@
+"""Estimates of the time of a forward pass of an 8B Llama in bfloat16 on an H200.
+
+    python -m graft.tools.bench.roofline
+
+A launch uses several resources, which `RATES` lists. The time for which the launch keeps a resource
+busy is its work divided by the rate of the resource. The estimated time of the launch is a norm of
+these times: it is close to the longest one if the others are much shorter, and greater if several
+resources are nearly saturated. To this the estimate adds latencies that no other work hides.
+
+The launch configurations come from the functions that the kernels are launched with, and the
+numbers of instructions from machine code for sm_90 (``tests/tools/test_roofline.py``). The
+estimates have not been compared with a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graft.models.llm.kernels.loader import ceil_div
+from graft.models.llm.kernels.tensor_cores import MULTIPROCESSORS, MmaShape, mma_shape
+from graft.tools.console import table
+
+#: Memory bandwidths of an H200 in bytes per second: of the specification, and of a plain copy.
+NOMINAL_BANDWIDTH = 4.8e12
+READ_BANDWIDTH = 4.3e12
+#: Clock in Hz. An H200 may run up to 13 % faster.
+CLOCK = 1.755e9
+_CYCLES = MULTIPROCESSORS * CLOCK  # cycles of all multiprocessors per second
+#: Work per second of each resource of the GPU: bytes read from memory, bytes through the L2 cache,
+#: bytes through L1 caches and shared memory, instructions of warps, and m16n8k16 instructions. The
+#: rates of the L2 cache and of ``mma.sync`` are published measurements.
+RATES = {
+    "memory": READ_BANDWIDTH,
+    "L2": 5.5e12,
+    "L1": 128 * _CYCLES,
+    "issue": 4 * _CYCLES,
+    "mma": 6.0e14 / 4096,
+}
+#: Exponent of the norm of the resources' times. Two equal times make an estimate of 1.12 times one.
+NORM = 6
+#: Seconds between two kernels with a programmatic edge, and of a round trip to the L2 cache.
+HOP_S = 0.7e-6
+ROUND_TRIP_S = 0.3e-6
+#: Seconds of an attention launch besides its main loop, and of the other nodes of a round.
+ATTENTION_S = 5e-6
+OTHER_NODES_S = 12 * 2.5e-6
+
+#: Outputs and inputs of the matrices.
+LAYER_MATRICES = {
+    "qkv": (6144, 4096),
+    "attention out": (4096, 4096),
+    "gate, up": (28672, 4096),
+    "down": (4096, 14336),
+}
+HEAD = {"lm head": (128256, 4096)}
+LAYERS = 32
+HEADS = 32
+KV_HEADS = 8
+HEAD_DIM = 128
+_PARTS = 8  # partial sums of an output of a product
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Properties of the tiles of a product that have a certain number of rows.
+
+    Attributes
+    ----------
+    instructions_per_mma
+        Instructions of a warp in the main loop per mma instruction.
+    warp_rows, warp_columns
+        Groups of eight rows and groups of 16 columns of a warp.
+    batches
+        Batches of the epilogue, each of which waits for its loads, without and with K splits.
+    """
+
+    instructions_per_mma: float
+    warp_rows: int
+    warp_columns: int
+    batches: tuple[int, int] = (0, 0)
+
+
+#: Tiles by number of rows. Tiles of up to 16 rows belong to linear_few, the others to linear_many.
+TILES = {
+    8: _Tile(163 / 16, 1, 1),
+    16: _Tile(245 / 32, 2, 1),
+    32: _Tile(230 / 16, 2, 2, (1, 2)),
+    64: _Tile(260 / 32, 4, 2, (1, 4)),
+    128: _Tile(385 / 64, 4, 4, (2, 8)),
+    256: _Tile(247 / 64, 8, 4, (4, 8)),
+}
+#: Instructions per step of an attention warp, which has 16 queries and 16 positions, and mma
+#: instructions among them.
+ATTENTION_STEP = 904
+ATTENTION_STEP_MMA = 64
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel that is launched `count` times per forward pass, with its work by resource."""
+
+    name: str
+    count: int
+    work: dict[str, float]
+    latency_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all launches."""
+        busy = [work / RATES[name] for name, work in self.work.items()]
+        return self.count * (sum(s**NORM for s in busy) ** (1 / NORM) + self.latency_s)
+
+    @property
+    def bound(self) -> str:
+        """Name of the resource that is busy for the longest time."""
+        return max(self.work, key=lambda name: self.work[name] / RATES[name])
+
+
+def product_shape(rows: int, columns: int, inner: int) -> MmaShape:
+    """Return the launch configuration of a product whose inputs have 16 bits."""
+    return mma_shape(rows, columns, inner=inner, allow_tall=True)
+
+
+def tile_rows(shape: MmaShape) -> int:
+    """Return the number of rows of a tile."""
+    return shape.defines.get("ROW_BLOCK") or 8 * shape.defines["TILES"]
+
+
+def product(name: str, rows: int, columns: int, inner: int, count: int = 1) -> Launch:
+    """Return the work of the products of `rows` rows with a matrix."""
+    shape = product_shape(rows, columns, inner)
+    block = tile_rows(shape)
+    tile = TILES[block]
+    weights, x = 2 * columns * inner, 2 * rows * inner
+    blocks = math.prod(shape.grid)
+    filled = blocks / (shape.waves * MULTIPROCESSORS * shape.blocks_per_multiprocessor)
+    latency = HOP_S + ROUND_TRIP_S
+    l1_per_mma = 512 / tile.warp_rows + 256 / tile.warp_columns
+    if shape.kernel == "linear_few":
+        row_blocks = 1
+        # Two neighbouring blocks read the same rows of x through one L1 cache.
+        l2 = weights + shape.grid[0] // 2 * x
+    else:
+        row_blocks, column_blocks, splits = shape.grid
+        l1_per_mma += 16 * (256 + 2 * block) / block  # copies to shared memory
+        l2 = row_blocks * weights + column_blocks * x
+        trips = tile.batches[splits > 1]
+        if splits > 1:
+            # The first block of a tile stores the total of its parts, the others store each part.
+            # The last block loads all of them.
+            sums = (_PARTS - _PARTS // splits + 1) * block * 128 * 4
+            l2 += 2 * sums * row_blocks * column_blocks
+            tiles_each = ceil_div(row_blocks * column_blocks, MULTIPROCESSORS)
+            latency += tiles_each * sums / (64 * CLOCK)
+            trips += 2
+        overlaps = shape.blocks_per_multiprocessor > 1
+        latency += trips * ROUND_TRIP_S * (1 if overlaps else shape.waves)
+    mma = columns * inner * block * row_blocks / (16 * 8 * 16)
+    issue = mma * tile.instructions_per_mma
+    l1 = mma * l1_per_mma
+    if block == 256:
+        # A thread adds 128 sums per part to totals in shared memory, with about nine instructions.
+        parts = blocks * _PARTS / shape.grid[2]
+        issue += parts * 8 * 128 * 9
+        l1 += parts * 2 * block * 128 * 4
+    on_chip = {"L1": l1 / filled, "issue": issue / filled, "mma": mma / filled}
+    work: dict[str, float] = {"memory": weights, "L2": l2 + 4 * rows * columns, **on_chip}
+    return Launch(name, count, work, latency)
+
+
+def attention_tile_rows(rows_per_slot: int) -> int:
+    """Return the number of rows of a slot that read keys and values together."""
+    return 16 // (HEADS // KV_HEADS)
+
+
+def attention(contexts: Sequence[int], rows: int) -> Launch:
+    """Return the work of attention for one request per context length, with `rows` rows each.
+
+    Each tile of rows reads keys and values of its request through the L2 cache. A plan divides the
+    work evenly among the blocks.
+    """
+    tiles = ceil_div(rows, attention_tile_rows(rows))
+    position_bytes = 2 * 2 * KV_HEADS * HEAD_DIM
+    steps = sum(tiles * KV_HEADS * ceil_div(context, 16) for context in contexts)
+    work: dict[str, float] = {
+        "memory": sum(contexts) * position_bytes,
+        "L2": tiles * sum(contexts) * position_bytes,
+        "issue": steps * ATTENTION_STEP,
+        "mma": steps * ATTENTION_STEP_MMA,
+    }
+    return Launch("attention", LAYERS, work, HOP_S + ATTENTION_S)
+
+
+def forward(contexts: Sequence[int], rows: int, *, with_head: bool = True) -> list[Launch]:
+    """Return the launches of a pass over one request per context length, with `rows` rows each."""
+    count = rows * len(contexts)
+    launches = [product(name, count, *size, LAYERS) for name, size in LAYER_MATRICES.items()]
+    launches.append(attention(contexts, rows))
+    if with_head:
+        launches += [product(name, count, *size) for name, size in HEAD.items()]
+    return launches
+
+
+def forward_seconds(launches: Sequence[Launch]) -> float:
+    """Return the estimated seconds of a forward pass with the other nodes of a round."""
+    return sum(launch.seconds for launch in launches) + OTHER_NODES_S
+
+
+def read_bytes(launches: Sequence[Launch]) -> float:
+    """Return the bytes of weights, keys and values, which are read from memory at least once."""
+    return sum(launch.count * launch.work["memory"] for launch in launches)
+
+
+def operations(context: int, rows: int) -> float:
+    """Return the operations on `rows` rows of a prompt after `context` tokens, without LM head."""
+    weights = LAYERS * sum(columns * inner for columns, inner in LAYER_MATRICES.values())
+    return rows * (2 * weights + 4 * LAYERS * HEADS * HEAD_DIM * context)
+
+
+#: Names of the cases of decoding with their context lengths, and rows per request.
+DECODE_CASES = {
+    **{f"1 x {rows} rows, 1k": ([1024], rows) for rows in (1, 4, 8, 16, 32, 64)},
+    "1 x 8 rows, 8k": ([8192], 8),
+    "1 x 32 rows, 32k": ([32768], 32),
+    "8 x 4 rows, 8k": ([8192] * 8, 4),
+    "64 x 1 row, 1k": ([1024] * 64, 1),
+    "32k among 63 x 1k": ([32768] + [1024] * 63, 1),
+}
+#: Contexts and rows of prefill chunks.
+PREFILL_CASES = [(512, 256), (4096, 256), (32768, 256), (512, 1024), (4096, 1024), (32768, 1024)]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}"
+
+
+def decode_table() -> str:
+    """Return the table of decoding: times, and shares of the time to read all data once."""
+    rows: list[tuple[object, ...]] = [
+        ("decoding", "products, ms", "attention, ms", "total, ms", "of 4.3 TB/s", "of 4.8 TB/s")
+    ]
+    for name, (contexts, rows_each) in DECODE_CASES.items():
+        launches = forward(contexts, rows_each)
+        total = forward_seconds(launches)
+        of_attention = sum(launch.seconds for launch in launches if launch.name == "attention")
+        products = total - of_attention - OTHER_NODES_S
+        ideal = read_bytes(launches)
+        shares = [f"{ideal / rate / total:.0%}" for rate in (READ_BANDWIDTH, NOMINAL_BANDWIDTH)]
+        rows.append((name, *map(_milliseconds, (products, of_attention, total)), *shares))
+    return table(rows)
+
+
+def prefill_table() -> str:
+    """Return the table of prefill chunks, which have no LM head."""
+    rows: list[tuple[object, ...]] = [
+        ("prefill", "products, ms", "attention, ms", "total, ms", "TFLOP/s")
+    ]
+    for context, count in PREFILL_CASES:
+        launches = forward([context], count, with_head=False)
+        total = forward_seconds(launches)
+        of_attention = sum(launch.seconds for launch in launches if launch.name == "attention")
+        times = (total - of_attention - OTHER_NODES_S, of_attention, total)
+        rate = operations(context, count) / total / 1e12
+        name = f"{count} rows after {context}"
+        rows.append((name, *map(_milliseconds, times), f"{rate:.0f}"))
+    return table(rows)
+
+
+def launch_table() -> str:
+    """Return the table of single launches and the resource that limits each."""
+    rows: list[tuple[object, ...]] = [("launch", "rows", "tile", "grid", "us", "bound")]
+    for count in (1, 8, 16, 32, 64, 256, 1024):
+        for name, size in {**LAYER_MATRICES, **HEAD}.items():
+            shape = product_shape(count, *size)
+            launch = product(name, count, *size)
+            microseconds = f"{launch.seconds * 1e6:.1f}"
+            grid = " x ".join(map(str, shape.grid))
+            rows.append((name, count, tile_rows(shape), grid, microseconds, launch.bound))
+    return table(rows)
+
+
+def targets_table() -> str:
+    """Return the targets of the estimates, and which of them are reached."""
+    rows: list[tuple[object, ...]] = [("target", "estimate", "limit", "reached")]
+    for name in ("8 x 4 rows, 8k", "64 x 1 row, 1k"):
+        launches = forward(*DECODE_CASES[name])
+        share = read_bytes(launches) / READ_BANDWIDTH / forward_seconds(launches)
+        is_reached = "yes" if share >= 0.8 else "no"
+        rows.append((f"{name}: share of 4.3 TB/s", f"{share:.0%}", ">= 80%", is_reached))
+    seconds = attention(*DECODE_CASES["32k among 63 x 1k"]).seconds
+    is_reached = "yes" if seconds <= 3.5e-3 else "no"
+    rows.append(("32k among 63 x 1k: attention, ms", _milliseconds(seconds), "<= 3.5", is_reached))
+    for count in (256, 1024):
+        launches = forward([4096], count, with_head=False)
+        rate = operations(4096, count) / forward_seconds(launches) / 1e12
+        is_reached = "yes" if rate >= 320 else "no"
+        name = f"prefill of {count} rows after 4096: TFLOP/s"
+        rows.append((name, f"{rate:.0f}", ">= 320", is_reached))
+    return table(rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(
+        prog="python -m graft.tools.bench.roofline", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.parse_args(arguments)
+    print("\n\n".join([launch_table(), decode_table(), prefill_table(), targets_table()]))
+
+
+if __name__ == "__main__":
+    main()
