@@ -105,6 +105,7 @@ def test_drafts_end_before_token_outside_draft_vocabulary(masking: str) -> None:
     In this test, every second token of the text is missing in the draft vocabulary. The drafts
     before a missing token are verified, and the output is the same as without a drafter.
     """
+    pytest.importorskip("llguidance")
     known = draft_vocabulary()
     with demo_engine() as engine:
         tokens = engine._built.compiler.backend.vocabulary.tokens
