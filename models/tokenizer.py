@@ -362,7 +362,7 @@ class _SpecialNameEscaper:
         self._marker = f"\ue000{secrets.token_hex(8)}."  # random: user text cannot contain it
 
     def escape(self, value: Any) -> Any:
-        """Return a copy of a text or nested object, with markers for names of special tokens."""
+        """Return a copy of a text or nested object; markers replace the names of special tokens."""
         if not self._names:
             return value
         if isinstance(value, str):

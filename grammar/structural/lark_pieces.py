@@ -88,8 +88,8 @@ def constant(text: str) -> Piece:
 def overlap(texts: Iterable[str]) -> tuple[str, str] | None:
     """Return two of `texts` of which one contains the other, or begins with the other's end.
 
-    Both may be the same text. Return None if no texts overlap; of two occurrences in a longer text,
-    the one that begins first then also ends first.
+    Both may be the same text. If no texts overlap, return None. Their occurrences in a longer text
+    then do not overlap either, so that the one that begins first also ends first.
     """
     for a, b in itertools.product(dict.fromkeys(texts), repeat=2):
         if a != b and b in a:

@@ -60,7 +60,7 @@ def xgrammar_format(
 
 
 def _has_free_text(form: Format) -> bool:
-    """Return whether a format has free text that ends where a tag around the format ends."""
+    """Return whether a format has free text that only the end of a tag around the format ends."""
     if form["type"] in ("any_text", "triggered_tags", "dispatch"):
         return True
     if form["type"] == "tag":
@@ -72,12 +72,12 @@ def _has_free_text(form: Format) -> bool:
 
 
 def _ends_early(ends: Sequence[str]) -> str:
-    """Return one of `ends` within which an earlier end can be complete; empty if there is none.
+    """Return one of `ends` that XGrammar may find after it has missed an earlier end; "" if none.
 
     `ends` are the texts that can end a tag's free text. XGrammar allows free text that contains
-    none of them, followed by one of them. It therefore misses an earlier end that begins in the
-    free text and is complete within the end that follows, or that is a part of the end that
-    follows.
+    none of them, followed by one of them. With the ends "ab" and "bc", it therefore allows "abc" as
+    the free text "a" and the end "bc", although "ab" has ended the tag. With "b" and "abc", it
+    allows the end "abc", although "b" has ended the tag.
     """
     for end in ends:
         for length in range(1, len(end)):

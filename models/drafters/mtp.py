@@ -177,7 +177,8 @@ class Mtp(Drafter):
     ) -> None:
         """Run all modules for committed tokens.
 
-        `rows` has each committed token at the position of the token before it. For row r, module j
+        A module combines a token with a hidden state of the token before it, so `rows` has each
+        committed token at the position of the token before it. For row r, module j (from 0)
         computes the hidden state of position pos[r] - j. `features` float32[R, hidden] is the
         output of the target's last layer. `last` int32[B] is the row of the last token of each
         request; None during prefill.

@@ -61,8 +61,8 @@ class OrderTiming {
       in_time_.store(INT_MIN, std::memory_order_relaxed);
     } else if (const int known = in_time_.load(std::memory_order_relaxed); known >= 0) {
       // If another thread changes the count at the same time, this increment is lost, and the
-      // grammar becomes trusted one order later. INT_MIN, with which the grammar is never trusted,
-      // is not overwritten.
+      // grammar needs one more work order until it is trusted. INT_MIN, with which the grammar is
+      // never trusted, is not overwritten.
       int expected = known;
       if (known < kProof) in_time_.compare_exchange_strong(expected, known + 1);
     }

@@ -145,10 +145,11 @@ struct Order {
   std::vector<float> share;
 };
 
-// Request that uses a slot, and its progress according to the device's records. The thread that
-// runs the steps owns these members, even while the slot is busy.
+// The request that uses a slot, and its progress according to the commit records and drafts that
+// the device has written. The thread that runs the steps owns these members, even while another
+// thread serves the slot's work order (Slot::busy).
 struct Assignment {
-  bool joined = false;           // whether a request has used the slot
+  bool joined = false;           // whether a request, this or an earlier one, has used the slot
   int32_t epoch = 0;             // epoch of the request, see Request in worker.h
   int32_t position = 0;          // position of the request's last committed token
   int64_t committed_replay = 0;  // last replay whose commit record was read

@@ -497,7 +497,7 @@ void Worker::count_open(const Slot& slot, const Request& request) noexcept {
   if (slot.busy.load() && !ready) counters_.of[count::budget_stalls].add();
 }
 
-// Stamps the mask rows of the slot that have changed their state.
+// Tells the device which mask rows of the slot have a new state (ROW_*), by writing their stamps.
 void Worker::stamp_rows(Slot& slot) noexcept {
   for (int j = 0; j < exchange_.layout.rows; ++j) {
     const int32_t state = slot.work.rows.state[at(j)].load(std::memory_order_acquire);

@@ -24,8 +24,9 @@ constexpr long kPollNs = 200'000;
 // latest after this time, because the streams of a busy program may never be idle.
 constexpr std::chrono::milliseconds kMaxDeferral{500};
 
-// Tells the reaper about a stream. Passed through the reaper's list, so that the reaper knows a
-// stream before it processes memory that work on the stream uses.
+// Tells the reaper about a new stream. The creator of the stream pushes this object to the reaper's
+// list. The reaper handles the list in order, so it knows the stream before it frees memory that
+// work on the stream uses.
 class StreamCreation final : public Reapable {
  public:
   explicit StreamCreation(Handle created) : stream(created) {}

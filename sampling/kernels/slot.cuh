@@ -176,11 +176,14 @@ __device__ __forceinline__ bool is_coupled(const Slot& slot) {
 }
 
 // Returns whether the first `count` drafts are verified by acceptance tests. This is the case if
-// they are a chain, at least one of them was sampled from a stored distribution, and the request is
-// neither coupled nor greedy. Otherwise a target token is sampled for every row, and a draft is
-// accepted if it equals this token. A point mass (DRAFT_POINT) is accepted with the same
-// probability in both ways. Which way is chosen depends only on the tokens before the first sampled
-// draft, so verification remains exact.
+// they are a chain, at least one of them was sampled from a stored distribution (DRAFT_DENSE), and
+// the request is neither greedy nor in one of the modes of is_coupled. Otherwise a target token is
+// sampled for every row, and a draft is accepted if it equals this token.
+//
+// The drafts decide which of the two methods is used, and verification is nevertheless exact.
+// Whether the chain has a draft of the kind DRAFT_DENSE depends only on the tokens before the first
+// one. The drafts among these tokens are of the kind DRAFT_POINT, and both methods accept them with
+// the same probability.
 __device__ __forceinline__ bool is_testing(const Slot& slot, int count) {
   bool chain = !is_coupled(slot) && slot.temperature >= GREEDY_TEMPERATURE;
   bool has_dense = false;

@@ -32,7 +32,8 @@ __device__ __forceinline__ int fed_row(const TreeSize& tree, int level, int f) {
   return level == 1 ? 0 : (level - 2) * tree.branch + f + 1;
 }
 
-// Returns whether the grammar tests the candidates of a slot. Reads host memory, so only one thread
+// Returns whether the grammar tests the most likely children of each node (the candidates) before
+// they become drafts of the slot with the number `index`. Reads host memory, so only one thread
 // should call this function.
 __device__ __forceinline__ bool is_probed(const int* exchange, const ExchangeLayout& layout,
                                           int index, const Slot& slot) {

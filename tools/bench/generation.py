@@ -171,9 +171,10 @@ def _warm_up(engine: Engine, requests: list[Request], kind: str) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[tuple[str, str], Intervals]:
-    """Measure the intervals and return them by pair (value of the option `generation`, load).
+    """Measure the times between rounds, and return them by (value of option `generation`, load).
 
-    The outputs of both engines must be equal.
+    The tool creates one engine for each value of the option. Raise GraftError if their outputs
+    differ.
     """
     if options.device_core is not None:
         _reserve_core(options.device_core)

@@ -30,7 +30,7 @@ class SchemaRefused(Exception):
 
 
 class LLGuidance:
-    """Compiles and matches schemas with LLGuidance's Python API, as LLGuidance documents it."""
+    """Compiles schemas and checks tokens with LLGuidance's documented Python API."""
 
     def __init__(self, vocabulary: Vocabulary, tokenizer: Any):
         import llguidance  # type: ignore[import-not-found, unused-ignore]
@@ -63,7 +63,7 @@ class LLGuidance:
 
 
 class XGrammar:
-    """Compiles and matches schemas with the TVM-FFI classes that XGrammar's Python API wraps."""
+    """Compiles schemas and checks tokens with the TVM-FFI classes behind XGrammar's Python API."""
 
     def __init__(self, vocabulary: Vocabulary, tokenizer: Any):
         self._types = library()
@@ -92,7 +92,7 @@ class XGrammar:
 
 
 class Auto:
-    """Compiles and matches schemas with graft: its router rewrites them for LLGuidance.
+    """Compiles schemas and checks tokens with graft, whose router rewrites them for LLGuidance.
 
     Schemas are compiled with ``partial=True``, so that a schema that cannot be enforced exactly is
     not refused.

@@ -454,18 +454,20 @@ class Data:
 class Batch:
     """Batch of padded rows with the positions from which to draft.
 
-    The head's output at position t predicts token t + 2. The parameter `positions` has the
-    positions of each row. `scale` is the scale of the features (`Data.scale`), and `kept` has the
-    ids of the draft vocabulary.
+    The head's output at position t predicts token t + 2. The parameter `positions` has a list of
+    such positions t for each row. `scale` is the scale of the features (`Data.scale`), and `kept`
+    has the ids of the draft vocabulary.
 
     Attributes
     ----------
     ids
         Token ids; int64 [batch, length].
     positions, real
-        Padded positions, and whether each of them is a real position; [batch, positions].
+        The lists of positions, padded to the same length, and whether each entry is a position and
+        not padding; [batch, length of the longest list].
     illegal
-        Whether a token of the draft vocabulary is illegal; bool [real positions, kept].
+        Whether each token of the draft vocabulary is illegal as token t + 2; bool [entries that are
+        not padding, kept].
     features
         Normalized features; [batch, length - 2, 3 hidden].
     final

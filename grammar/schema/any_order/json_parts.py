@@ -105,7 +105,7 @@ class JsonParts:
         return tuple(found.values())
 
     def has_orders(self, part: Any) -> bool:
-        """Return whether the keys of an object can have several orders in a value of a schema."""
+        """Return whether a value of the schema can contain objects whose keys may be reordered."""
         if not isinstance(part, dict) or id(part) in self._parts:
             return id(part) in self._with_orders
         return has_orders(part) or any(map(self.has_orders, self._inner(part)))

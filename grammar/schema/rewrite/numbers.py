@@ -249,9 +249,10 @@ class Numbers:
             near = (sign * value for value in (-_SMALLEST, 0.0, _SMALLEST))
             found = sign * min(value for value in near if value > sign * bound.value)
         while True:
-            # `read` contains the values that LLGuidance may use for the bound `found`. Its patterns
-            # of integers use the value of the double. Its patterns of other numbers use the
-            # shortest decimal form of the double.
+            # `read` contains the values that LLGuidance may use for the bound `found`, a double.
+            # The pattern that it builds for integers uses the exact value of the double. The
+            # pattern for other numbers uses the double's shortest decimal form (4611686018427388000
+            # for 2**62).
             read = [Fraction(found)] if is_integer else [Fraction(found), _exact(found)]
             inside = [sign * (value - bound.value) for value in read]
             is_inside = min(inside) > 0 or (min(inside) == 0 and not bound.strict)

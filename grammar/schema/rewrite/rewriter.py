@@ -151,7 +151,7 @@ class Rewriter:
         return new
 
     def origins(self) -> dict[str, str]:
-        """Return the pointers of the originals of the added definitions, by definition pointer."""
+        """Map the pointer of each added definition to that of the subschema that it copies."""
         keyword = self._definitions_keyword
         return {f"/{keyword}/{name}": pointer for pointer, name in self._aliases.items()}
 

@@ -64,9 +64,9 @@ def _one_of(rewriter: Rewriter, value: Any, site: Site) -> None:
     for index, part in enumerate(value):
         option = rewriter.rewrite(part, f"{site.at}/oneOf/{index}", site.types)
         rewritten.append(option)
-    # A value that two original options of the ``oneOf`` allow is invalid, even if rewriting has
-    # excluded it from one of them. If rewriting has excluded any values, overlaps are therefore
-    # computed from the original options.
+    # A value that two options of the ``oneOf`` allow is invalid. If rewriting has excluded values
+    # from an option (`narrowed`), the rewritten options no longer show all of these values, so the
+    # search for options that overlap uses the options as they were.
     complete = rewritten if len(rewriter.narrowed) == narrowed_before else value
     base = {key: site.out[key] for key in site.out if key not in _NOT_ABOUT_VALUES}
     overlaps = _overlaps(rewriter, complete, base)
@@ -213,9 +213,9 @@ def _exclude_empty(rewriter: Rewriter, one: Any, other: Any) -> SchemaObject | N
 
 
 def _require(rewriter: Rewriter, schema: Any, site: Site, keyword: str) -> None:
-    """Require that the values of a subschema satisfy `schema`.
+    """Replace the keyword `keyword` of the subschema at `site` with the requirement `schema`.
 
-    This requirement replaces the keyword `keyword`. `schema` is rewritten first, because it may
+    The values of the subschema must satisfy `schema`. `schema` is rewritten first, because it may
     contain keywords that have rules.
     """
     pointer = f"{site.at}/{keyword}"

@@ -178,7 +178,7 @@ class Attention:
         qkv
             float32[R, (heads + 2 kv_heads) * head_dim], of which only the queries are read.
         plan
-            Slot, last visible position and ancestors of each row, and the plan for them.
+            The rows of the forward pass and the division of their work among blocks, from `plan`.
         out
             [R, heads * head_dim], float32 or `Products.input_dtype` of the product that reads it.
         """

@@ -168,15 +168,16 @@ __device__ __forceinline__ void store_quotient(OUT* y, Floats4 sum, float mass) 
   store_four(y, sum);
 }
 
-// Grid: (blocks of the plan, head tiles).
+// Grid: (blocks, head tiles). A head tile contains `tile_heads` query heads of one KV head. A row
+// of `qkv` has heads + 2 kv_heads heads, queries first.
 //
-// A head tile contains `tile_heads` query heads of one KV head, a query tile up to 16 / tile_heads
-// rows, and a tile of the plan QUERY_TILES times as many. A row of `qkv` has heads + 2 kv_heads
-// heads, queries first. `parts` is workspace [gridDim.x, gridDim.y, part_count, QUERIES,
-// PART_WIDTH] for tiles whose parts are divided among several blocks; the first index is the first
-// of these blocks. No row has more than `part_count` parts. `arrived` [gridDim.x, gridDim.y] has a
-// counter for each of these tiles. The counters must be zero before a launch, and are zero again
-// after it.
+// `tiles` and `begin` are the plan: tiles of rows whose positions are divided into parts, and the
+// parts that each block computes (attention_plan.cuh). A query tile has up to 16 / tile_heads rows,
+// and a tile of the plan QUERY_TILES times as many. No row has more than `part_count` parts. If
+// several blocks compute the parts of a tile, they store the results in `parts` [gridDim.x,
+// gridDim.y, part_count, QUERIES, PART_WIDTH], and count in `arrived` [gridDim.x, gridDim.y] how
+// many of them have finished. The first index of both is the first of these blocks. The counters
+// must be zero before a launch, and are zero again after it.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, QUERY_TILES == 1 ? 2 : 1)
     attention_split(const float* qkv, const int* slot, const int* pos,
                     const unsigned long long* ancestors, const int* page_table, const CACHE16* keys,

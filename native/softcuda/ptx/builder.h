@@ -75,9 +75,11 @@ class Builder {
   // If the operand `o` is a constant, stores its value and returns true.
   bool constant_value(int32_t o, uint64_t* value) const;
   uint64_t integer(const Operand& o);
-  // Returns the base of a memory operand [base + offset], and sets `width` to the base's size in
-  // bytes (4 or 8) and `offset`. If the base is a symbol and `space` does not determine the memory
-  // (a generic address, for example), sets `space` to the state space of the symbol.
+  // Returns the base of a memory operand [base + offset]: the operand of its register, or a
+  // constant operand with the address of its symbol. Sets `width` to the base's size in bytes (4 or
+  // 8), and `offset`. `space` is the state space that the instruction names. If the base is a
+  // symbol of another space that this name allows (any space for a generic access, for example),
+  // `space` is set to the symbol's space.
   int32_t address(const Operand& o, Space* space, unsigned* width, int64_t* offset);
   // Returns a constant operand with the address that mov stores for a symbol.
   int32_t symbol_constant(const Operand& o, unsigned bytes);

@@ -48,8 +48,8 @@ class LaunchCounts {
   enum Part : uint8_t { global, host, shared, local, parts };
   using Bytes = std::array<uint64_t, parts>;
 
-  // One bit for each byte of 4 KiB of memory: whether the launch has loaded it, and whether it has
-  // stored it.
+  // The bytes of 4 KiB of memory that the launch has loaded, and those that it has stored: one bit
+  // per byte. `host` says whether the memory is host memory.
   struct Page {
     bool host = false;
     uint64_t loaded[64] = {};

@@ -133,18 +133,18 @@ struct Work {
   std::shared_ptr<const LaunchEvents> events;  // for a graph launch
 };
 
-// One operation: a stream operation, or a node of a Program.
+// One operation: a stream operation, or a node of a Program (an executable graph, or the body of a
+// conditional node).
 struct Op {
   Work work;
   std::atomic<int> pending{1};  // incomplete dependencies; the operation is ready at 0
   std::atomic<int> refs{1};
-  // Used by operations of streams and events; the nodes of a program do not use these fields. The
-  // scheduler's mutex guards them.
+  // Used by operations of streams and events only, and guarded by the scheduler's mutex.
   uint64_t number = 0;  // ascends in the order of the calls of enqueue()
   std::vector<Op*> successors;
   bool done = false;
   uint64_t finished_ns = 0;
-  // Used by the nodes of a program only.
+  // Used by the nodes of a Program only.
   Program* program = nullptr;
   std::vector<unsigned> next;  // indices of dependent nodes
   int indegree = 0;            // number of nodes on which this node depends
@@ -224,7 +224,8 @@ struct Program {
   std::atomic<int> remaining{0};  // nodes that are not complete
   // Number of launches that hold a reference to this program (INVARIANTS.md G8).
   std::atomic<int> launches_in_flight{0};
-  // The operation of the running launch. For a conditional body, this is the conditional node.
+  // The operation that launched this program, while the launch runs: a stream operation, or for a
+  // conditional body the conditional node.
   Op* launch = nullptr;
   // The cell and the default value of each conditional handle that has a default. The default
   // values are stored in the cells when a launch begins (INVARIANTS.md N3).

@@ -128,7 +128,8 @@ std::string thread_name() {
   return name;
 }
 
-// Returns the resources that the thread holds in its restricted scope, as a JSON array
+// Returns, as a JSON array, what cannot proceed until the thread has left its restricted scope
+// (t_restricted_scope in runtime.h): calls that need the driver's lock, work on the device, or both
 // (INVARIANTS.md L3).
 const char* held_resources() {
   if (std::strcmp(t_restricted_scope, "host function") == 0) {

@@ -75,18 +75,19 @@ class Measurement:
 
     graph: TransportGraph  #: measured graph
     python: str  #: "idle" or "busy"
-    #: Latencies in nanoseconds, one array per batch of replays.
+    #: Nanoseconds from the kernel before the host steps to the kernel after them, and nanoseconds
+    #: of the path of each call, as in the module's docstring; one array per batch of replays.
     join: list[np.ndarray] = field(default_factory=list)
     hop: list[np.ndarray] = field(default_factory=list)
-    #: Whether each callback began while the busy thread held the GIL; one bool array per batch
-    #: of replays.
+    #: Whether each callback began while the busy thread, which runs bytecode during the
+    #: measurement, held the GIL; one bool array per batch of replays.
     gil_held: list[np.ndarray] = field(default_factory=list)
 
     def add(self, samples: Samples, gaps: Sequence[tuple[int, int]]) -> None:
         """Add the samples of a batch.
 
-        `gaps` has start and end of each interval in which the busy thread did not run
-        (CLOCK_MONOTONIC).
+        `gaps` has start and end of each interval in which the busy thread did not run. They tell
+        which callbacks began while this thread held the GIL (`gil_was_held`).
         """
         self.join.append(samples.join)
         if samples.hop is not None:

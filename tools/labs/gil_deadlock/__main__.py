@@ -7,7 +7,10 @@ needs the GIL. The callback is either a host function that the driver calls, or 
 mailbox worker, which is a host thread that the device waits for. Both sides deadlock if the driver
 call waits for the callback, or for a lock that the driver holds while the callback runs. Drivers do
 not document their locks, so the soft device models what has been reported about them.
-SOFTCUDA_LOCK_MODEL selects the lock model:
+
+--case runs one case. PATTERN is the driver call and TRANSPORT the mechanism that calls the
+callback; case.py lists both. With the suffix "released", the thread releases the GIL before the
+driver call. MODEL is one of these lock models (SOFTCUDA_LOCK_MODEL):
 
 0   no locks
 1   the driver holds a context lock while a host function runs
