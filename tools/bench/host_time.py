@@ -49,10 +49,11 @@ _PROMPT = 1024
 _SHARED = 512  # number of cached tokens of a waiting request's prompt
 _LONG_PROMPT = 1 << 16  # prompt length of a waiting request for which there are too few pages
 _MAX_CACHED = 1 << 16  # maximum number of cached tokens of a prompt
-#: In the case with cached prompts, the number of uncached tokens of a waiting prompt is this value
-#: times the number of running requests. These tokens need more pages than are free: the free
-#: pages hold only about `_MAX_STEPS` tokens per running request.
-_FREE_PER_REQUEST = 640
+#: In the case with cached prompts, a waiting prompt has this number of uncached tokens for each
+#: running request. A waiting request must not start, so these tokens must need more pages than are
+#: free. The free pages are for the outputs of the running requests, and hold about `_MAX_STEPS`
+#: tokens for each of them.
+_UNCACHED_PER_REQUEST = 640
 _MAX_LENGTH = 1 << 17
 _WARM_STEPS = 20
 #: Maximum number of steps. After more steps, the running requests would run out of pages.
@@ -69,7 +70,7 @@ class Measurement(NamedTuple):
 
 
 class _Replays:
-    """Stands in for the engine's `Replays`: each round commits one token per request at once."""
+    """Stands in for the engine's `Replays`: a round only commits a token per request."""
 
     looping = False
     round_s = 0.0
@@ -123,7 +124,7 @@ class HostRounds:
         num_own = batch * -(-(prompt + _MAX_STEPS + _WARM_STEPS) // _PAGE_SIZE + 1)
         length = _PROMPT
         if has_free_row:
-            length = num_shared + batch * _FREE_PER_REQUEST if is_cached else _LONG_PROMPT
+            length = num_shared + batch * _UNCACHED_PER_REQUEST if is_cached else _LONG_PROMPT
         cache = PagedKV(
             device,
             layers=1,
