@@ -164,7 +164,8 @@ class DraftMode:
     def recorded_drafts(self) -> int:
         """Maximum number of ids in a ``Drafted`` record.
 
-        They are the drafts or, while a tree grows level by level, the nodes fed to the drafter.
+        The record has the ids of the drafts. While a tree grows level by level, its drafts have not
+        been chosen yet, and the record has the ids of the nodes that are fed to the drafter.
         """
         return max(self.drafts, self.fed_nodes)
 

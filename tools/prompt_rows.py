@@ -48,7 +48,7 @@ _SCALAR_OPTIONS = tuple(
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A request of the command line or of a row of the file, or why the row was refused."""
+    """A request from the command line or from a row of the prompt file, which may be invalid."""
 
     #: The request. If the row was refused, only the id of the request is set.
     request: Request

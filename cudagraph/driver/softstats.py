@@ -38,7 +38,7 @@ def counters() -> dict[str, Counter[str]]:
 
 
 def snapshot() -> dict[str, int | dict[str, int]]:
-    """Return all counters of the soft device, with "calls" and "gil_held" as totals."""
+    """Return `counters`, but of the groups "calls" and "gil_held" only the sum over all names."""
     groups = counters()
     result: dict[str, int | dict[str, int]] = {}
     for name in BY_NAME:

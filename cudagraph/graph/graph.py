@@ -62,8 +62,8 @@ class Attached(NamedTuple):
 
 
 #: Function that makes a CUgraph keep the owners of a node's operands alive (in a CUDA user object).
-#: It returns the result code, the name of the driver function that failed, and the fields of
-#: `Attached` except `programmatic`.
+#: It returns the result code, the name of the driver function that failed, and the first three
+#: fields of `Attached`: user object, host function and its data.
 Attach = Callable[[int], tuple]
 #: Function that creates a driver node and returns its CUgraphNode. Its arguments are the CUgraph,
 #: the CUgraphNodes that the node depends on, and `Attached`.
@@ -718,7 +718,7 @@ class GraphLane:
     def child(self, child: Graph, *, name: str | None = None) -> None:
         """Move another graph into this one as a single node.
 
-        The child's host steps become host steps of this graph: they have its replay numbers, and a
+        The child's host steps become host steps of this graph: they run in its replays, and a
         failure in either graph skips the later host steps of both. The child must not have an open
         executable, and can no longer be edited or instantiated. Requires a driver and
         ``cuda.bindings`` of CUDA 12.9 or later.

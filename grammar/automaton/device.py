@@ -86,12 +86,13 @@ def _aligned(offset: int) -> int:
 class DeviceAutomata:
     """Moves the grammar state of requests to the device, which is called promoting a request.
 
-    Also adds the kernels that run the grammar steps of promoted requests to lanes.
+    For promoted requests, the methods ``add_*`` add kernels to a lane that do the work of the
+    grammar steps: the kernels advance the grammar states and fill the mask rows.
 
     Parameters
     ----------
     state
-        State of all slots. The kernels run on its device.
+        Sampling state of all slots, which the kernels read. It determines their device.
     exchange
         Memory with the records and mask rows of the same slots. Its draft mode must fill mask rows.
         Modes that probe (test the drafter's candidates with the matcher) are not supported.
@@ -111,8 +112,8 @@ class DeviceAutomata:
         cache, it is copied instead of computed. Rows that have not been used for some time are
         evicted.
     finds_forced
-        Whether the stamp of a mask row with a single legal token contains this token, which is then
-        drafted as a forced token.
+        Whether forced tokens are drafted. If a mask row allows only one token, the kernel that
+        fills the row also writes this token to the row's stamp, where the sampling kernels find it.
     block, parts
         Threads per block, 1 or a multiple of 32, and blocks per mask row. The defaults depend on
         the device. The results are the same for all values.
@@ -422,9 +423,11 @@ class DeviceAutomata:
         )
 
     def _add_fill(self, lane: Lane, step: str, row_slot: DeviceArray, num_rows: int = 1) -> None:
-        """Add the kernel that fills the mask rows that the previous kernel of a step has listed.
+        """Add the kernel that fills the mask rows of a step.
 
-        `num_rows` is the maximum number of mask rows per batch row.
+        The kernel of the step, which `_add_kernel` has added before, writes a list of these rows to
+        `_items`. The list has up to `num_rows` mask rows for each batch row, that is, for each
+        element of `row_slot`.
         """
         args = [
             self._items,

@@ -102,7 +102,10 @@ def _has_ambiguous_names(part: SchemaObject) -> bool:
 
 
 def _allows_any_addition(part: SchemaObject) -> bool:
-    """Return whether additional properties may have any value, and no listed name needs escapes."""
+    """Return whether additional properties may have any value, and listed names need no escapes.
+
+    The listed names are those in ``properties`` and ``required``. Control characters need escapes.
+    """
     if part.get("additionalProperties", True) not in (True, {}):
         return False
     names = [*part.get("properties", ()), *required_of(part)]

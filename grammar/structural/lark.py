@@ -109,8 +109,8 @@ class _Lowering:
         `name` is the type of the format, for error messages.
         """
         first = alternatives[0][0]
-        # If all sequences begin with the same free text, their beginnings are not checked: the text
-        # after the free text shows which sequence matches.
+        # If all sequences begin with the same free text (a piece with `absent`), it is not checked
+        # that they begin differently: the text that ends the free text shows which of them matches.
         is_free = bool(first.absent) and all(pieces[0] is first for pieces in alternatives)
         pieces = [self.joiner.sequence(pieces) for pieces in alternatives]
         return self.joiner.alternatives(pieces, name, check=not is_free)

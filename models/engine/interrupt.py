@@ -65,7 +65,8 @@ class Shield:
 class _Call(NamedTuple):
     """A running call of an `exclusive` method.
 
-    `is_brief` says whether calls of other threads wait for the end of this call.
+    `is_brief` says whether calls of other threads wait for the end of this call instead of raising
+    an error.
     """
 
     thread_id: int
@@ -92,11 +93,11 @@ def exclusive(method: MethodT, *, brief: bool = False) -> MethodT:
     """Decorate a method so that it raises EngineUseError while another such method runs.
 
     The object has a `CallGuard` in the attribute ``_guard``. While another thread is in a `brief`
-    method, a call of a method that is not brief waits instead of raising the error. A call also
-    waits if the call of another thread begins at the same time.
+    method, a call of a method that is not brief waits until that method returns, and then runs. If
+    two threads call at the same time, one call may wait for the other in the same way.
 
-    Python may raise KeyboardInterrupt at any function call. The guard is free again nevertheless:
-    the ``with`` statement always releases a lock that is written in C, such as RLock, and the
+    KeyboardInterrupt, which Python may raise at any function call, does not leave the guard locked.
+    The ``with`` statement always releases a lock that is written in C, such as RLock, and the
     ``finally`` block calls no function before it resets `CallGuard.running`.
     """
 

@@ -364,13 +364,16 @@ class Options:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """`max_length` and `pages` as numbers. The options must be a result of `sized`."""
+        """`max_length` and `pages`. The options must be a result of `sized`, so neither is None."""
         if self.max_length is None or self.pages is None:
             raise OptionError("max_length and pages are not set: call Options.sized first")
         return self.max_length, self.pages
 
     def sized(self, model_length: int, *, feeds_blocks: bool = False) -> Options:
-        """Return these options with `max_length` and `pages` as numbers.
+        """Return these options with numbers in place of a `max_length` and `pages` of None.
+
+        By default, `max_length` is that of the model, but at most `DEFAULT_LENGTH`, and the pages
+        suffice for `max_batch_size` requests of this length.
 
         Parameters
         ----------

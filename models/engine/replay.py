@@ -429,7 +429,11 @@ class Replays:
             flight.graph.check()
 
     def _record_times(self, flight: ReplayInFlight, stats: EngineStats) -> None:
-        """Record the times of a complete replay in `stats`, `round_s` and the draft budget."""
+        """Record the times of a complete replay.
+
+        Add them to `stats`, and update the average `round_s` and the budget's model of how long a
+        round with a number of drafts takes.
+        """
         timeline = self._resources.timeline
         graph = flight.graph
         parts = graph.timed

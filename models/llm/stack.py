@@ -221,8 +221,8 @@ class DecoderStack:
     def input_norm(self, count: int, layer: int = 0, producer: Matrix | None = None) -> Norm:
         """Return the `Norm` that computes the input of a layer's attention for `count` rows.
 
-        `producer` is the weight of the product whose output is normed, if a product computes the
-        rows; see `ActivationBuffers.norm`.
+        If a product writes the rows, `producer` is the matrix of this product. The norm may then be
+        folded into the products, see `ActivationBuffers.norm`.
         """
         weights = self.layers[layer]
         return self.buffers.norm(count, weights.input_norm, weights.qkv, producer)

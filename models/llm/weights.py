@@ -26,10 +26,10 @@ Interleave = Callable[[str, int, int], int]
 
 @dataclass(frozen=True)
 class ScaledMatrix:
-    """A weight matrix [rows, columns] with row scales or a bias, or a row-parallel shard.
+    """A weight matrix [rows, columns] with row scales or a bias, or a row-parallel shard of one.
 
-    A row-parallel shard has only some of the columns, no bias, and the collective `all_gather` that
-    gathers the partial products of all ranks.
+    A row-parallel shard has only some of the columns, and no bias. `all_gather` is the collective
+    with which each rank gets the partial products of all ranks, which it then adds.
     """
 
     values: DeviceArray  # [rows, columns] in the dtype of the checkpoint, or E4M3

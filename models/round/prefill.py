@@ -316,7 +316,7 @@ class Prefill:
         """Let the drafter process those tokens of a prompt that were in the prefix cache.
 
         The KV-cache entries of these tokens exist already. The drafter only updates the state that
-        it keeps outside the KV cache.
+        it keeps outside the KV cache. `last` is the index of the prompt's last token.
         """
         for begin in range(0, num_cached, CHUNK):
             end = min(begin + CHUNK, num_cached)

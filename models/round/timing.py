@@ -39,7 +39,8 @@ def make_timeline(device: Device, entries: int, draft_length: int) -> PinnedSlot
     Returns
     -------
     PinnedSlots
-        Field ``ns``, int64 [entries, stamps]: device time in nanoseconds.
+        Field ``ns``, int64 [entries, stamps]: device time in nanoseconds. A replay has enough
+        stamps for the beginning of its round and the end of each part (`Stamps`).
     """
     return PinnedSlots(device, entries, {"ns": ("int64", (10 + 2 * draft_length,))})
 

@@ -217,8 +217,8 @@ class Tokenizer {
 
   const void* get() const { return tokenizer_; }
   int64_t vocab_size() const { return vocab_size_; }
-  // Returns whether a mask allows an id that has text and is not a stop id. If it does, LLGuidance
-  // has certainly cached the mask when it computed the mask (invariant 5 of this file).
+  // Returns whether a mask allows an id that has text and is not a stop id. Only of such a mask is
+  // it certain that LLGuidance has put it into its cache (invariant 5 of this file).
   bool allows_text(const uint32_t* mask) const noexcept {
     for (size_t w = 0; w < text_.size(); ++w) {
       if ((mask[w] & text_[w]) != 0) return true;

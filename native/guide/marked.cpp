@@ -18,11 +18,12 @@
 //    in the free text is illegal.
 // 5. If the marker has an opening text, the output has free text only if it begins with this text,
 //    after at most `max_space` white-space characters. Otherwise, the grammar applies from the
-//    first token. While the tokens can still become the opening, the matcher of the grammar accepts
-//    the same tokens until one is illegal in the grammar. Legal tokens are then those that continue
-//    the opening and those that continue the grammar. When the opening is complete, the matcher of
-//    the grammar returns to its start. All tokens up to the end of the opening can be undone. Each
-//    of them has text, so there are only few.
+//    first token. As long as the tokens can still become the opening text, both cases are possible:
+//    legal tokens are those that continue the opening and those that continue the text of the
+//    grammar. The matcher of the grammar therefore accepts these tokens too, up to the first one
+//    that the grammar does not allow. When the opening is complete, the matcher returns to its
+//    start. All tokens up to the end of the opening can be undone. They are few, because each of
+//    them has at least one character of the opening or of the white space before it.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 

@@ -160,8 +160,8 @@ void Worker::run(const StepRecord& record) noexcept {
   timeline_.record(replay_, kind + std::max(record.draft - 1, 0), start, end);
 }
 
-// Gives each slot its work order and serves the orders. Then stamps the mask rows that the orders
-// have filled, and writes the answers of the orders that have tested candidates.
+// Gives each slot its work order and serves the orders. Then writes for the device which mask rows
+// the orders have filled (RowStamp), and which of the tested candidates are legal (Answer).
 void Worker::step(const StepRecord& record) noexcept {
   ordered_.clear();
   for (const Request& request : current_->requests) {
@@ -497,7 +497,7 @@ void Worker::count_open(const Slot& slot, const Request& request) noexcept {
   if (slot.busy.load() && !ready) counters_.of[count::budget_stalls].add();
 }
 
-// Tells the device which mask rows of the slot have a new state (ROW_*), by writing their stamps.
+// Writes the stamps of those mask rows of the slot whose state (ROW_*) has changed.
 void Worker::stamp_rows(Slot& slot) noexcept {
   for (int j = 0; j < exchange_.layout.rows; ++j) {
     const int32_t state = slot.work.rows.state[at(j)].load(std::memory_order_acquire);

@@ -27,20 +27,23 @@
 // 7. The work of a slot in a step is one work order (`Order` in slot.h), served by one thread at a
 //    time. The flag `busy` transfers the ownership of Slot::work: the step sets it before it posts
 //    the order to the pool, and the pool thread clears it with release order after its last access.
-//    With one thread and no budget, the step serves all orders on its own thread. With a budget, it
-//    serves only the orders of trusted grammars (OrderTiming) there. If a replay has only one
-//    request, waiting for its order delays no other request, so the step waits longer for this
-//    order (kSlowFactor).
-// 8. A slot that is busy when the budget ends is late. The budget limits processor time, so waiting
-//    for a processor makes no slot late. The step stamps the mask rows that are finished. The other
-//    rows of the slot are not ready: without row 0, the round leaves out the slot; otherwise, the
-//    slot's round ends at its last ready row.
-//    Later steps ignore a late slot until they find it idle, but they copy its commit (`pending`),
-//    because the device will overwrite it. The order that is being served is then outdated, because
-//    it is for a state before the commit. The step invalidates the slot's stamps and stamps no more
-//    rows of this order. The first step that finds the slot idle takes the result and continues
-//    with the pending commit. While a commit is pending, none of the slot's rows is ready and the
-//    device commits nothing, so there is at most one pending commit.
+//    Without a time budget, the step's thread takes part in serving the orders, and the step waits
+//    for all of them. With a budget, pool threads serve the orders, so that the step need not wait
+//    for a slow one. The step's thread then serves only the orders of trusted grammars, whose
+//    earlier orders have finished within the budget (OrderTiming).
+// 8. With a budget, the step waits for the pool threads until each order has finished or has used
+//    the budget, which is processor time: waiting for a processor does not count. If a replay has
+//    only one request, waiting delays no other request, so the step waits longer (kSlowFactor). A
+//    slot whose order has not finished when the step stops waiting is late. The step stamps the
+//    mask rows that are finished. The other rows of the slot are not ready: without row 0, the
+//    round leaves out the slot; otherwise, the slot's round ends at its last ready row.
+//    Later steps give a late slot no new order until they find it idle. But if the device commits
+//    tokens to the slot, they copy these tokens (Assignment::pending), because the device will
+//    overwrite them. The order that is being served is then outdated, because it is for the state
+//    before these tokens. The step invalidates the slot's stamps and stamps no more rows of this
+//    order. The first step that finds the slot idle takes the result and continues with the pending
+//    commit. While a commit is pending, none of the slot's rows is ready and the device commits
+//    nothing, so there is at most one pending commit.
 //    A request fails if its slow orders take too much processor time (kMaxSlow), or if the process
 //    grows by too much memory during its late orders (kMaxMemory). A call of a matcher cannot be
 //    interrupted, so the request fails when the call returns.

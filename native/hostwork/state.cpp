@@ -182,8 +182,8 @@ PyObject* PayloadCell::set(std::int64_t first, PyObject* value, std::uint64_t ad
     entries_.push_back({first, Reference(new ReferenceRelease(value)), address});
     return nullptr;
   }
-  // The last entry is also for replay `first`, which was not launched yet. No replay has received
-  // its value, which is therefore replaced.
+  // The last entry is for the same replays, from `first` on. They were not launched yet, so none of
+  // them has received its value, which is therefore replaced.
   entries_.back().address = address;
   return std::exchange(entries_.back().value->reference, value);
 }

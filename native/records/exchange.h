@@ -50,11 +50,10 @@ struct RowStamp {
   int state;     // ROW_*
   int epoch;     // number of the slot assignment, which identifies the request
   int position;  // position of the token before the masked one
-  int detail;    // meaning depends on the state:
-                 // ROW_FREE: 1 if the request has no grammar, so that every position is free;
-                 //   0 if only this position is free
-                 // ROW_READY: 1 + the token that the grammar forces; 0 if it forces none
-                 // other states: 0
+  // The meaning of `detail` depends on the state. With ROW_FREE, it is 1 if the request has no
+  // grammar, so that every position is free, and 0 if only this position is free. With ROW_READY,
+  // it is 1 + the token that the grammar forces, and 0 if it forces none. Otherwise it is 0.
+  int detail;
 };
 
 // Tokens that a replay committed to a slot. An array of `rows` ids follows the struct; the first

@@ -63,7 +63,7 @@ class LLGuidance:
 
 
 class XGrammar:
-    """Compiles schemas and checks tokens with the TVM-FFI classes behind XGrammar's Python API."""
+    """Compiles schemas and checks tokens with the TVM-FFI classes that XGrammar's API wraps."""
 
     def __init__(self, vocabulary: Vocabulary, tokenizer: Any):
         self._types = library()

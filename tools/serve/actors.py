@@ -43,7 +43,7 @@ class ReplicaActor:
         self._driver: EngineDriver
 
     async def start(self, make_engine: Callable[[], Engine]) -> EngineInfo:
-        """Create the engine, start its driver and return the engine's properties.
+        """Create the engine, start its `EngineDriver` and return the engine's properties.
 
         If `make_engine` raises an error, this method raises it too.
         """

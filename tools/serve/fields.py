@@ -29,8 +29,9 @@ _ALLOWED = {
 class Fields(BaseModel):
     """An object in a request. A value of null counts as absent.
 
-    A validator raises the result of `rule_error`, and `_to_api_error` writes the message. If the
-    message needs another form, the validator raises `ApiError`, which pydantic does not catch.
+    For a value that breaks a rule, a validator raises `rule_error`. `read_fields` converts this
+    error to an `ApiError` whose message names the field, the rule and the value. A validator that
+    needs a message of another form raises `ApiError` itself, which pydantic does not catch.
     pydantic does not check values of type ``Any``; other code does.
     """
 

@@ -175,9 +175,9 @@ __device__ __forceinline__ float store(const Output& y, const EpilogueInputs& in
 }
 
 #if ROPE_HEAD_DIM
-// Returns the number of the pair of outputs `column` and `column` + 8, which are rotated together.
-// Pairs are numbered from 0 over all heads; pair i of a head has dimensions i and i +
-// ROPE_HEAD_DIM / 2.
+// The rows of the weight matrix are interleaved: its outputs `column` and `column` + 8 are
+// dimensions i and i + ROPE_HEAD_DIM / 2 of a head, which are rotated together. Returns the number
+// of this pair, which is i plus ROPE_HEAD_DIM / 2 for each head before it.
 __device__ __forceinline__ int rotation_of(int column) { return column / 16 * 8 + column % 16; }
 
 // Rotates dimensions i and i + ROPE_HEAD_DIM / 2 of a head, which have the values `a` and `b`, and

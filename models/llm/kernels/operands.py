@@ -70,5 +70,6 @@ class KVWrite(NamedTuple):
         )
 
 
-#: Result of `KVWrite.kernel_args` for a product without RoPE: seven null pointers and six sizes.
+#: Arguments of a product that does not write to the KV cache, in place of `KVWrite.kernel_args`:
+#: seven null pointers and six sizes of 0.
 NO_KV_WRITE: tuple[object, ...] = (None,) * 7 + (0,) * 6

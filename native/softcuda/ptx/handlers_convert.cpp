@@ -67,8 +67,9 @@ uint32_t encode(double value, const Format& format, Round round, bool saturate) 
       break;
   }
   if (increment) ++kept;
-  // The exponent field is added to `kept`. The leading bit of a normal significand increments the
-  // field, and so does a carry out of the mantissa.
+  // The exponent field is added to `kept`. The `kept` bits of a normal number include the leading
+  // bit of the significand, which adds 1 to the field, so `field` is less by 1. A carry out of the
+  // mantissa increments the field too, as it should.
   const int field = exponent < 1 - bias ? 0 : exponent + bias - 1;
   if (field >= static_cast<int>(top) + 1) kept = uint64_t{1} << 40;
   const uint64_t result =

@@ -66,10 +66,9 @@ float value_of(unsigned element, uint32_t reg, unsigned e) {
 
 namespace {
 
-// Layout of fragments. A register has `per` elements. In lane 4 g + t, the first register of A has
-// the elements of row g from column t * per on, and the first register of B has the elements of
-// column g from row t * per on. The next register of B is 4 * per rows further. The registers of A
-// alternate between the rows g and g + 8; every second register is 4 * per columns further.
+// Layout of fragments. A register has `per` elements. In lane 4 g + t, register r of A has the
+// elements of row g + 8 * (r % 2), from column t * per + r / 2 * 4 * per on. Register r of B has
+// the elements of column g, from row t * per + r * 4 * per on.
 template <unsigned E>
 void gather_a(const Warp& w, const int32_t* operands, unsigned inner, float (*a)[32]) {
   const unsigned per = 32 / bits_of(E);

@@ -174,9 +174,9 @@ void watch_gil(void (*on_request)(), void (*on_python_call)(const std::string& s
               reinterpret_cast<void*>(intercepted_mutex_lock));
   watch_new_libraries();
   std::thread(find_gil_mutex).detach();
-  // Wait until the helper thread has locked the mutex, so that no request after this call is
-  // missed. The wait is short: the helper thread locks the mutex immediately, even if it gets the
-  // GIL much later.
+  // Wait until the helper thread has found the mutex by requesting the GIL, so that every request
+  // for the GIL after this call is reported. The wait is short: the helper thread locks the mutex
+  // immediately, even if it gets the GIL much later.
   for (int i = 0; i < kFindTicks && !gil_watched(); ++i) usleep(kFindTickUs);
 }
 

@@ -86,8 +86,8 @@ class Measurement:
     def add(self, samples: Samples, gaps: Sequence[tuple[int, int]]) -> None:
         """Add the samples of a batch.
 
-        `gaps` has start and end of each interval in which the busy thread did not run. They tell
-        which callbacks began while this thread held the GIL (`gil_was_held`).
+        `gaps` has start and end of each interval in which the busy thread did not run, from which
+        `gil_was_held` computes the callbacks that began while this thread held the GIL.
         """
         self.join.append(samples.join)
         if samples.hop is not None:
