@@ -91,7 +91,11 @@ class GraphExec:
         self._native.keep((self._operands, self._replaced_operands))
 
     def _use_definition(self, graph: Definition) -> None:
-        """Use the state, status words and payloads of `graph` for all later launches."""
+        """Make `graph` the definition of all later launches, after instantiation or an update.
+
+        They use its state (replay numbers and first failure), its status words, from which kernels
+        read the failure, and its payloads.
+        """
         self.name = graph.name
         self.status = graph.status
         self._state = graph.state

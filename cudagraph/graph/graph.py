@@ -80,7 +80,7 @@ class NodeSpec(NamedTuple):
 
 
 def keep_owners(owners: tuple[object, ...]) -> Attach:
-    """Return a function that retains a CUDA user object holding ``owners`` on a CUgraph."""
+    """Return a function that makes a CUgraph keep ``owners`` alive, with a CUDA user object."""
     return lambda graph: _native.attach_keep(graph, owners)
 
 

@@ -98,11 +98,11 @@ class Kernel:
     def pack(self, args: Iterable[object]) -> PackedArgs:
         """Check arguments against the kernel's parameters and pack them.
 
-        Arrays and pinned fields become device pointers, None becomes NULL. A Python int or float is
-        converted to the parameter's type; an int is accepted for a float. A NumPy scalar is not
-        converted, so its dtype must match the parameter's kind and size. For a struct that is
-        passed by value, pass bytes, a structured NumPy scalar or a ctypes.Structure of the same
-        size. The soft device does not translate device pointers inside such a struct.
+        Arrays and fields of `PinnedSlots` become device pointers, None becomes NULL. A Python int
+        or float is converted to the parameter's type; an int is accepted for a float. A NumPy
+        scalar is not converted, so its dtype must match the parameter's kind and size. For a struct
+        that is passed by value, pass bytes, a structured NumPy scalar or a ctypes.Structure of the
+        same size. The soft device does not translate device pointers inside such a struct.
 
         KernelError is raised if the number of arguments is wrong, or an argument has the wrong
         size, kind or range.

@@ -56,8 +56,9 @@ RankBuffers = Sequence[tuple[int, Buffer]]
 class RankGroup:
     """The processes that run a tensor-parallel model together, with this process as one rank.
 
-    All ranks must make matching calls in the same order. The host steps that the calls add to lanes
-    must also run in that order, either on one stream or synchronized by marks.
+    All ranks must make matching calls in the same order. :meth:`exchange` adds a host step to a
+    lane. These host steps must also run in the order of the calls: on one stream, or ordered by
+    marks (`record` and `wait` of lanes).
 
     A thread of rank 0 sends heartbeats. If rank 0 ends while the other ranks wait for a request
     (:meth:`receive_header`), the heartbeats stop and the other ranks raise DeadlineError.

@@ -99,8 +99,9 @@ def _other_starts(texts: Iterable[str]) -> str:
         following.setdefault(text[0], []).append(text[1:])
     if not following:
         return "[\\s\\S]*"
-    # A text begins with none of `texts` if it is empty, if its first character begins none of them,
-    # or if its rest begins with none of the rests of those with the same first character.
+    # `following` maps each first character of `texts` to what may follow it there. A text begins
+    # with none of `texts` if it is empty, if its first character is not in `following`, or if what
+    # follows this character begins with none of the texts that `following` has for the character.
     options = [f"[^{''.join(map(_escape, following))}][\\s\\S]*"]
     options += [f"{_escape(char)}{_other_starts(rest)}" for char, rest in following.items()]
     return f"({'|'.join(options)})?"

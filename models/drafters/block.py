@@ -187,7 +187,7 @@ class BlockDrafter(Drafter):
         self._stack.run(lane, rows, x, attend_rows=attend_rows)
 
     def _embed(self, lane: Lane, rows: Rows, norm: Norm | None) -> None:
-        """Write the embeddings of `rows` to the residual stream; compute `norm` if given."""
+        """Write the embeddings of `rows` to the residual stream, and with `norm` to its output."""
         kernels = self._kernels
         residual = self._stack.buffers.residual[: rows.count]
         scale = self._config.input_embedding_scale

@@ -126,8 +126,9 @@ class Mtp(Drafter):
         # State of each module j between calls. `_carried[j]` holds, for each slot, the module's
         # hidden state for the last committed token, which module j + 1 reads in the next call.
         # `_last_hidden[j]` holds, for each batch row, the module's hidden state of position
-        # n - 1 - j, where n is the position of the request's last committed token. In `step`, each
-        # module replaces the hidden states that it reads by its own.
+        # n - 1 - j, where n is the position of the request's last committed token. In `step`, a
+        # module reads the hidden states of the module before it from `_last_hidden`, and writes its
+        # own hidden states to the same place.
         size = (count, context.slots * self.shape.branch, hidden)
         self._carried = device.zeros(size, "float32")
         self._last_hidden = device.zeros(size, "float32")

@@ -471,7 +471,8 @@ class Scheduler:
         for index, assignment in enumerate(flight.rows):
             row = self.replays.row(index)
             if assignment.stale:
-                # In a generation loop, the row of a request that has ended is empty (slot -1).
+                # The request has left this row, so the row's tokens are discarded. If a generation
+                # loop had already removed the request, the row is empty (slot -1).
                 if row.slot == assignment.slot:
                     self.stats.count_stale(len(row.tokens))
             elif row.slot == assignment.slot:

@@ -121,8 +121,8 @@ class DraftBudget:
         key = (bucket, length)
         ns = max(ns, 1)
         if idle:
-            # Keep the minimum of the idle times, because the first replay of a graph also loads
-            # modules lazily and takes longer.
+            # Keep the shortest time of the replays without requests. The first replay of a graph
+            # takes longer than the others, because the driver then loads the kernels' modules.
             known = self._idle_ns.get(key, ns)
             self._idle_ns[key] = min(ns, known)
             return

@@ -57,7 +57,8 @@ __all__ = [
 class DraftMasking:
     """Base class of the draft-masking strategies.
 
-    It adds the grammar step that follows the commit, but no nodes per level.
+    It adds the commit step, the grammar step that advances the matchers by the tokens that
+    verification has committed. Subclasses add nodes for the draft levels.
 
     Parameters
     ----------
@@ -66,9 +67,10 @@ class DraftMasking:
     model_lane, grammar_lane
         Lanes of the round.
     wait
-        Function that makes the model lane wait for a mark of the grammar lane.
+        Function that makes the model lane wait until the grammar lane has reached a mark
+        (`GraphLane.record`).
     stamps
-        Timeline of the round. Each wait of the model lane is recorded as a separate part.
+        Time stamps of the round. Each wait of the model lane is timed as a separate `Part`.
     feed
         Arrays that the drafter reads and writes.
     draft_sampler
@@ -79,7 +81,7 @@ class DraftMasking:
     Attributes
     ----------
     commit_name
-        Node name of the commit step, the grammar step after the commit.
+        Node name of the commit step.
     commit_row
         Index of the mask row that is copied to the device after the commit step, because the first
         draft of this round is sampled under this mask row. None if drafts are not sampled under

@@ -52,10 +52,11 @@ bool is_space(char byte) noexcept {
 // shared by the matchers with this marker.
 class Marker {
  public:
-  // Each of `ids` is a token that alone is a complete marker. `text` is the marker as bytes; it may
-  // be empty if there are ids. `tokens` has the bytes of each id, which are empty for ids without
-  // text. `opening` and `opening_ids` are the text and the ids of the opening; both may be empty.
-  // Throws std::invalid_argument if there is neither an id nor a text, or if an id is out of range.
+  // The marker is `text`, as bytes, or any single token of `ids`; one of the two may be empty. If
+  // it is `required`, a stop token in the free text is illegal. `tokens` has the bytes of each id,
+  // which are empty for ids without text. If there is an `opening` text or one of `opening_ids`, an
+  // output has free text only if it begins with it (invariant 5). Throws std::invalid_argument if
+  // there is neither an id nor a text, or if an id is out of range.
   Marker(const std::vector<int32_t>& ids, const std::string& text, std::vector<std::string> tokens,
          int64_t vocab_size, bool required, const std::vector<int32_t>& opening_ids,
          const std::string& opening, int32_t max_space, int32_t max_skipped);

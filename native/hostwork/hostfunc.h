@@ -56,8 +56,10 @@ Result capture_info(std::uint64_t stream, CaptureInfo* out);
 // The records of the host functions keep the state alive.
 std::shared_ptr<GraphState> capture_state(const CaptureInfo& capture);
 
-// Retains `record` on the captured graph, then enqueues its host function (INVARIANTS.md C1, C2).
-// If this fails, the record is passed to the reaper. The caller must not hold the GIL.
+// Makes the captured graph keep `record` alive (in a CUDA user object), then enqueues the host
+// function that runs the record (INVARIANTS.md C1, C2). With `spin`, the host function is enqueued
+// with CU_HOST_TASK_SPINWAIT. If a step fails, the record is released, and the reaper deletes it.
+// The caller must not hold the GIL.
 Attached launch_captured(std::uint64_t stream, const CaptureInfo& capture, HostRecord* record,
                          bool spin);
 

@@ -19,8 +19,8 @@ struct BestFirst {
     for (int p = 0; p < PARTS; ++p) best_of[p] = below(p, ~0ull);
   }
 
-  // Returns the next column to all threads; -1 if only columns with lower scores than `lowest`
-  // remain, by default those with score -inf.
+  // Returns the next column to all threads; -1 if all remaining columns have lower scores than
+  // `lowest`. With the default of `lowest`, these are the columns with score -inf.
   __device__ __forceinline__ int next(Scratch& scratch) {
     u64 best = 0;
     for (int p = 0; p < PARTS; ++p) best = best_of[p] > best ? best_of[p] : best;

@@ -238,7 +238,11 @@ def measure(batch: int, pages: int, waiting: int, steps: int) -> list[Measuremen
 
 
 def make_report(found: Sequence[Measurement], batch: int) -> str:
-    """Return a table of the median times, each with its difference from the case's first row."""
+    """Return a table of the median times.
+
+    The last column is the difference from the first row of the same case (one of `CASES`), which
+    was measured without cached pages and without waiting requests.
+    """
     rows: list[tuple[object, ...]] = [
         ("step", "cached pages", "waiting", "us per step", "above the constant part")
     ]

@@ -353,10 +353,11 @@ class ChatRequest(PromptFields, CompletionFields):
 
 
 def use_api_fields(error: ApiError, given: Collection[str]) -> ApiError:
-    """Convert an error about a field of the engine's `Request` to one about the API field.
+    """Convert an error about a field of the engine's `Request` to one about a field of the API.
 
-    `given` contains the names of the fields that the API request has. An error without
-    ``engine_param``, or with a status of 500 or more, is returned unchanged.
+    Several fields of the API may set the same engine field, so `given` has the names of the fields
+    that the API request contains. An error without ``engine_param``, or with a status of 500 or
+    more, is returned unchanged.
     """
     field = error.engine_param
     if field is None or error.status >= 500:

@@ -636,8 +636,9 @@ class Trainer:
         white = axes[:, :-16] / size[:-16].sqrt() @ axes[:, :-16].T
         centered = white - torch.outer(white @ mean, mean) / mean.square().sum()
         projections = torch.linalg.qr(torch.randn(HIDDEN, HIDDEN))[0] @ centered
-        # In the directions in which the target's output varies least, fc does not output the
-        # regression's prediction but a code of the token to which the feature belongs.
+        # `low` has the 96 directions in which the target's output varies least. There, fc outputs a
+        # code of the feature's token (`token_code`) instead of the prediction of the regression.
+        # The heads that copy tokens compare these codes.
         low = torch.linalg.eigh(torch.cov(y.T))[1][:, :96]
         token_code = feature_token @ projections[-96:].T
         token_map = torch.linalg.solve(

@@ -97,9 +97,9 @@ class Negation:
     def complement(self, schema: Any, types: JsonTypes = JSON_TYPES, names: Names = None) -> Any:
         """Return a schema that allows exactly the values that `schema` does not allow.
 
-        The result is only correct for values of the JSON types `types`, and for objects without
-        properties outside `names`. Raise `NoExactForm` if JSON schema cannot express the
-        complement.
+        The result need not be correct for values of other JSON types than `types`. If `names` is
+        not None, it need not be correct for objects with a property that is not in `names` either.
+        Raise `NoExactForm` if JSON schema cannot express the complement.
         """
         if isinstance(schema, bool):
             return not schema
@@ -284,7 +284,9 @@ class Negation:
     def _objects(self, schema: SchemaObject, names: Names) -> Iterator[Any]:
         """Yield schemas whose union contains the objects with a missing or invalid property.
 
-        These are the objects that violate a keyword for properties in `schema`.
+        These objects violate one of the keywords ``required``, ``properties``,
+        ``patternProperties`` and ``additionalProperties`` of `schema`. `names` is as in
+        `complement`.
         """
         properties = schema.get("properties", {})
         for name in required_of(schema):

@@ -179,10 +179,10 @@ class Numbers:
         if low and high and low.value > high.value:
             return Restricted({}, {}, empty=True)
         low, high = _within_64_bits(low, high, is_integer, narrowed)
-        # A multiple of 0.25 has up to two decimals. Near a fractional bound, and between -1 and 0,
-        # LLGuidance may allow only one decimal, and would then exclude some multiples. If a bound
-        # is fractional and there are few multiples between the bounds, an enum lists them.
-        # Otherwise, the bounds are replaced with whole numbers.
+        # Near a fractional bound, and between -1 and 0, LLGuidance may allow only one decimal. It
+        # would then exclude some of the multiples of a ``multipleOf`` such as 0.25, which need two
+        # decimals. If a bound is fractional and there are few multiples between the bounds, an enum
+        # lists them. Otherwise, the bounds are replaced with whole numbers.
         is_split = any(bound.value.denominator > 1 for bound in (low, high) if bound)
         is_listed = low and high and high.value - low.value < _MAX_MULTIPLES * step
         if not _is_power_of_ten(step) and not (is_split and is_listed):

@@ -156,14 +156,16 @@ def _name_pattern(names: Any, excluded: Collection[str] = ()) -> str:
 def property_count(schema: SchemaObject) -> tuple[list[Any] | None, bool]:
     """Return schemas whose union is equivalent to ``minProperties`` and ``maxProperties``.
 
-    There is one schema for each set of optional properties that may be present together. An empty
-    list means that the bounds hold for all objects or for none; they hold if the number of required
-    properties is within them. None means that no listed property is optional, so the two keywords
-    can be kept.
+    There is one schema for each set of optional properties that may be present together. None
+    instead of a list means that no listed property is optional, so the two keywords can be kept. An
+    empty list means that the number of required properties decides alone: if it is within the
+    bounds, all objects satisfy them, otherwise none does.
 
-    The second result is True if the schemas exclude valid objects. An output may repeat a name that
-    is not listed in ``properties``, so the schemas count at most one unlisted property. Raise
-    `NoExactForm` if there are too many combinations, or if objects need several unlisted
+    An output may contain the same name several times if it is not listed in ``properties``. The
+    schemas therefore count all unlisted properties of an object as at most one. The second result
+    is True if they exclude valid objects for this reason.
+
+    Raise `NoExactForm` if there are too many combinations, or if objects need several unlisted
     properties.
     """
     low = int(schema.get("minProperties", 0))

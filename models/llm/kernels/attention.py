@@ -81,9 +81,10 @@ class Attention:
         self._begin: DeviceArray | None = None
 
     def qkv_interleave(self, head_dim: int, head_norm: bool) -> Interleave:
-        """Return the function for `Weights.stacked` that selects the layout of a QKV projection.
+        """Return the function with which `Weights.stacked` lays out the rows of a QKV projection.
 
-        The rows of each head are interleaved if `project_qkv` is one kernel.
+        If one kernel computes the projection and RoPE, it needs the two halves of each head's rows
+        interleaved. It cannot do so with norms of the heads between the two (`head_norm`).
         """
 
         def group(dtype: str, rows: int, columns: int) -> int:

@@ -73,7 +73,8 @@ __device__ __forceinline__ int locate(const Pages& pages, const TileRow& row, in
   return (page_of(pages, row.slot, cached) << pages.page_shift) + inside;
 }
 
-// Returns the offset of the first element of a KV head at `index` (see locate), in elements.
+// Returns the offset, in elements, of a KV head of the position with the index `index` in the KV
+// cache (see locate).
 __device__ __forceinline__ long long head_at(const Pages& pages, int index, int kv_head) {
   return (static_cast<long long>(index) * pages.kv_heads + kv_head) * WIDE_HEAD;
 }
@@ -361,7 +362,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, QUERY_TILES == 1 ? 2 : 
         const int end_q = row < 0 ? QUERY_TILES : row / tile_rows + 1;
         for (int q = row < 0 ? 0 : end_q - 1; q < end_q; ++q) {
           // score[0] are products with the high parts of the queries, score[1] with the low parts.
-          // The second index selects keys 2t and 2t + 1, or keys 2t + 8 and 2t + 9.
+          // score[.][h], in lane 4 g + t, has the products of query g with keys 2t + 8h and
+          // 2t + 8h + 1, and then those of query g + 8 with these keys.
           float score[2][2][4] = {};
 #pragma unroll
           for (int c = 0; c < CHUNKS; ++c) {

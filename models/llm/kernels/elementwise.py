@@ -11,7 +11,11 @@ from graft.sampling.checks import expect
 
 
 class Elementwise:
-    """Elementwise kernels. A thread computes one element, or several in the form ``thread``."""
+    """Elementwise kernels.
+
+    A thread computes one element. In the kernel form ``thread`` (`KernelLoader`), it computes
+    several.
+    """
 
     def __init__(self, loader: KernelLoader, norms: Norms) -> None:
         self._loader = loader

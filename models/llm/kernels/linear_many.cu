@@ -48,8 +48,8 @@
 #define KEEPS_OPERANDS (ROW_TILES > 2 && !WEIGHT8)
 #define SPLIT_PAIRS (TALL ? 8 : 4)  // pairs per batch with split K
 
-// Sizes of a batch of the epilogue: it stores PAIRS pairs of outputs, whose inputs are loaded
-// together, and each output is the sum of up to SUMS partial sums.
+// Sizes of a batch of the epilogue. For each batch, a thread loads what PAIRS pairs of outputs need
+// and then stores these outputs. Each output is the sum of up to SUMS partial sums.
 template <int PAIRS_, int SUMS_>
 struct Batch {
   static constexpr int PAIRS = PAIRS_;

@@ -162,8 +162,9 @@ __device__ __forceinline__ void load_factors(EpilogueInputs* in, const Output& y
   }
 }
 
-// Adds the residual to an output, stores the result and its copies, and returns the result. `which`
-// is the index of the output in the arrays of `in`: 0 or 1.
+// Adds the residual to an output, and stores the result, its copy (Output::copy) and its product
+// with the norm weight if these are requested. Returns the result. `which` is the index of the
+// output in the arrays of `in`: 0 or 1.
 __device__ __forceinline__ float store(const Output& y, const EpilogueInputs& in, int which,
                                        int row, int column, float value) {
   const long long at = static_cast<long long>(row) * y.columns + column;

@@ -705,10 +705,10 @@ void Builder::emit_body(Instance& instance, const Call& call, const Function& f,
   emit_copies(instance, inner, call, true);
 }
 
-// Adds a recursive call. The called function is active_[outer], and the call is inside its inlined
-// copy. At run time, the call saves the thread's registers and the parameter memory of the copies
-// from instances_[outer] to the innermost one, and jumps to the beginning of instances_[outer]
-// (recursion.cpp).
+// Adds a recursive call: a call of the function active_[outer] inside the inlined copy of this
+// function, instances_[outer]. At run time, the call saves the thread's registers, and the
+// parameter memory of instances_[outer] and of all copies that are inlined inside it. It then jumps
+// to the beginning of instances_[outer] (recursion.cpp).
 void Builder::emit_recursive_call(Instance& instance, const Call& call, size_t outer) {
   constexpr int32_t kFrameBytes = 32;  // stack bytes counted for the return address and registers
   Instance& called = *instances_[outer];

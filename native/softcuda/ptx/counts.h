@@ -100,8 +100,8 @@ class LaunchCounts {
 // The handler of all instructions of a kernel whose instructions are counted. It calls the
 // instruction's own handler.
 HandlerFunction count_instruction;
-// Called after a signal has ended the blocks that the calling thread ran. Lets the workers continue
-// that wait until these blocks have been counted.
+// Called after a signal has ended the blocks that the calling thread ran. These blocks will not be
+// counted, so workers that wait until they have been counted may continue.
 void abandon_counts();
 
 }  // namespace ptx

@@ -40,13 +40,13 @@ std::vector<const Node*> sorted_nodes(const Graph& graph) {
   return sorted;
 }
 
-// Returns the dependencies of the empty node that follows the nodes of a child graph: `entry`, the
-// empty node before them, and for each node the list index on which its successors depend (`tail`,
-// see append_flat).
+// Returns the dependencies of the empty node that follows the nodes of a child graph, as indices in
+// the flat list (append_flat): `entry`, the empty node before these nodes, and for each node its
+// last entry in the list (`tail`), which for a nested child graph is its second empty node.
 std::vector<unsigned> joined(unsigned entry, const std::map<const Node*, unsigned>& tail) {
   std::vector<unsigned> dependencies{entry};
   for (auto& item : tail) dependencies.push_back(item.second);
-  // The map is ordered by the addresses of the nodes. Without this sort, two instantiations of the
+  // `tail` is ordered by the addresses of the nodes. Without this sort, two instantiations of the
   // same definition could differ.
   std::sort(dependencies.begin(), dependencies.end());
   return dependencies;
@@ -55,8 +55,9 @@ std::vector<unsigned> joined(unsigned entry, const std::map<const Node*, unsigne
 // Appends the nodes of a graph to a flat list. The nodes of a child graph are placed between two
 // empty nodes. The first empty node has the dependencies of the child graph node, and the
 // successors of the child graph node depend on the second one (INVARIANTS.md G4). The root nodes of
-// `graph` depend on the list indices `before`. For each node of `graph`, `tail` receives the list
-// index on which the node's successors depend.
+// `graph` depend on the list entries with the indices `before`. For each node of `graph`, `tail`
+// receives the index of the entry on which the node's successors depend: its own entry or, for a
+// child graph node, the second empty node.
 void append_flat(const Graph& graph, const std::vector<unsigned>& before,
                  std::vector<FlatNode>* out, References* references,
                  std::map<const Node*, unsigned>* tail) {

@@ -36,10 +36,11 @@ std::shared_ptr<const MemopWork> make_memops(const CUDA_BATCH_MEM_OP_NODE_PARAMS
 bool start_memops(Op* op);
 
 // With SOFTCUDA_QUEUES=1, holds back an operation that becomes ready while a wait is pending or a
-// kernel polls, as a wait at the head of a single hardware queue would do (INVARIANTS.md W4).
-// Returns whether `op` was held back.
+// kernel polls memory, as a wait at the head of a single hardware queue would do (INVARIANTS.md
+// W4). Returns whether `op` was held back.
 bool hold_behind_wait(Op* op);
-// While an object of this class exists, a kernel polls. Used with SOFTCUDA_QUEUES=1 only.
+// Tells hold_behind_wait() that a kernel polls memory, as long as the object exists. Created with
+// SOFTCUDA_QUEUES=1 only.
 class PollingKernel {
  public:
   PollingKernel();

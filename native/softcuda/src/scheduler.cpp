@@ -247,9 +247,9 @@ CUresult wait_idle(const char* description) {
 
 namespace {
 
-// Starts a launch of a program, the operations of an executable graph or conditional body: resets
-// its counters and appends its root nodes to `ready`. `op`, the launch or the conditional node,
-// continues when all nodes are complete.
+// Starts a launch of a program (the operations of an executable graph or of a conditional body):
+// resets the counters of the program and appends its root nodes to `ready`. When all nodes are
+// complete, finish() continues with `op`, the graph launch or the conditional node.
 void begin_program(Program& program, Op* op, std::vector<Op*>* ready) {
   program.launch = op;
   program.remaining.store(static_cast<int>(program.nodes.size()), std::memory_order_relaxed);

@@ -26,8 +26,8 @@ void record_held_gil(const char* api, WaitsFor resource, const char* reason);
 // `function` is the host function or destructor that runs. It is null if the scope was entered
 // because a pending stream wait depends on the thread.
 void watch_restricted_scope(void* function);
-// Ends the record: writes how often each edge was observed, and `hang`, the watchdog's report about
-// a process that hangs ("" if the process does not hang).
+// Ends the watch's report, the file SOFTCUDA_WATCH: writes how often each edge of the lock order
+// was observed, and `hang`, the watchdog's report about a process that hangs ("" if it does not).
 void end_watch(const std::string& hang);
 
 }  // namespace softcuda
