@@ -190,9 +190,9 @@ def _resolve_schema(
 ) -> _ResolvedSchema:
     """Convert a parsed JSON schema to the form that the backend `name` compiles.
 
-    `raw` is True if the schema has a ``style`` (of a structural format) in which the strings of the
-    outermost object are written as plain text, not as JSON; see `unsafe_strings`. Raise
-    `GrammarError` if the backend cannot enforce the schema.
+    `raw` is True if the schema is part of a structural format whose ``style`` writes the strings of
+    the outermost object as plain text, not as JSON; see `unsafe_strings`. Raise `GrammarError` if
+    the backend cannot enforce the schema.
     """
     try:
         require_usable(name)

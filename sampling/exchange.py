@@ -123,7 +123,7 @@ class Exchange:
         return self.memory.host_ptr
 
     def close(self) -> None:
-        """Free the memory. The views must not be used afterwards."""
+        """Free the memory. The arrays of this object must not be used afterwards."""
         self.memory.close()
 
 

@@ -91,7 +91,8 @@ class TreePlan(NamedTuple):
         branch = self.branch
         children_per_level = branch**2  # at level 2 and deeper; level 1 has `branch` children
         table = np.full(branch + (self.levels - 1) * children_per_level, -1, np.int32)
-        # Index of each parent among the nodes of its level that are fed to the drafter.
+        # Maps the path of each node of the previous level that is fed to the drafter to its index
+        # among these nodes. Only fed nodes have children.
         node_of: dict[tuple[int, ...], int] = {(): 0}
         for level in range(1, self.levels + 1):
             first = 0

@@ -39,14 +39,14 @@ _ESCAPED = re.compile("[\x00-\x1f\x7f]")
 class OneSpelling(NamedTuple):
     """Result of `with_one_spelling`: a schema in which each compared name has only one spelling.
 
-    Names are compared with the names and the patterns that the schema lists.
+    LLGuidance compares property names with the names and the patterns that the schema lists.
 
     Attributes
     ----------
     schema
         The rewritten schema.
     narrowed
-        Descriptions of the valid values that the schema excludes.
+        Descriptions of the values that the original schema allows and the rewritten one excludes.
     """
 
     schema: Any

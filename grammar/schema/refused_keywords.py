@@ -206,12 +206,13 @@ class _Search:
     def _narrow(
         self, kind: str, candidates: list[_Place], removed: list[_Place]
     ) -> tuple[_Place, list[_Place]]:
-        """Find, by binary search, one of several candidates that together cause an error.
+        """Find one of the candidates that cause an error by binary search.
 
-        `kind` is the error's kind, as `_kind` returns it. If the removal of one half of the
-        candidates ends the error, the search continues in this half. Otherwise, the error has
-        several causes: the search removes one half and continues in the other half. Return the last
-        remaining candidate, and the list of all removed keywords, which begins with `removed`.
+        `kind` is the error's kind, as `_kind` returns it. If the error disappears when one half of
+        the candidates is removed, the search continues in this half. If it remains whichever half
+        is removed, both halves contain a cause: the search removes the first half for good and
+        continues in the second. Return the last remaining candidate, and the list of all removed
+        keywords, which begins with `removed`.
         """
         while len(candidates) > 1:
             middle = len(candidates) // 2

@@ -275,7 +275,7 @@ class _Lowering:
                 alternatives.append([*pieces, self._choose(ends, "tag.end")])
         rest = alternatives[0]
         if len(alternatives) > 1:
-            # All alternatives begin with the same text, so it is written once, before them.
+            # All alternatives follow the same begin text, so it is written once, before them.
             rest = [self._choose(alternatives, "tag.content")]
         if len(begins) > 1:
             rest = [self.joiner.named(self.joiner.sequence(rest))]

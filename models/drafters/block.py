@@ -181,7 +181,10 @@ class BlockDrafter(Drafter):
         return Rows(token, slot, pos), Rows(token, slot, last)
 
     def _run_layers(self, lane: Lane, batch: int, rows: Rows, attend_rows: Rows) -> None:
-        """Embed the rows of the blocks of `batch` requests and run the decoder layers."""
+        """Embed the tokens of the blocks of `batch` requests and run the decoder layers.
+
+        The two sets of rows come from `_lay_out_block`; the rows `attend_rows` are for attention.
+        """
         x = self._stack.input_norm(rows.count)
         self._embed(lane, rows, x)
         self._stack.run(lane, rows, x, attend_rows=attend_rows)

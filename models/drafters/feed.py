@@ -141,7 +141,7 @@ class Feed:
         self.features = None if features is None else features[:count]
 
     def committed(self, lane: Lane, shift: int = 0) -> Rows:
-        """Add a kernel that lays out as rows [R] the tokens that this round committed.
+        """Add a kernel that writes the tokens that this round committed as R input rows.
 
         Token i of a request gets position ``old_n + shift + i``, where ``old_n`` is the position of
         the request's last token before the commit. A shift of 1 gives each token its own position.
@@ -163,12 +163,12 @@ class Feed:
         return rows
 
     def drafts(self, lane: Lane, level: int, shift: int = 0) -> Rows:
-        """Add a kernel that lays out as rows the drafts of a level; the first level is 1.
+        """Add a kernel that writes the drafts of a level as input rows of the drafter.
 
-        The drafts get position ``n + shift + level - 1``, where n is the position of the request's
-        last committed token. There are B rows for a chain and B * branch rows for a tree. In a
-        tree, some rows may be padding, and the kernel writes the row of each draft's parent to
-        `origin`.
+        The first level is 1. The drafts get position ``n + shift + level - 1``, where n is the
+        position of the request's last committed token and `shift` is as in `committed`. There are B
+        rows for a chain and B * branch rows for a tree. In a tree, some rows may be padding, and
+        the kernel also fills the array `origin` of this object: the row of each draft's parent.
         """
         rows = self.scratch.drafts.first(self.batch * self.branch, self.branch)
         if rows.ancestors is None:

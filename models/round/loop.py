@@ -48,18 +48,21 @@ class LoopControl:
     max_batch
         Maximum number of batch rows.
     slack
-        Number of positions, after a request's last possible position, to which drafts may write.
+        Number of positions, after a request's last possible position, to which drafts of a tree may
+        write. The request needs pages for them, too.
     entries
         Number of entries of the output ring.
 
     Attributes
     ----------
     words
-        Pinned words ``end_loop`` and ``released``, see kernels/loop.cu.
+        Pinned words ``end_loop`` and ``released``, with which the host controls the running loop
+        (kernels/loop.cu).
     rows
-        Pinned words ``last``, int32 [entries, 1]: whether a replay is the last one of its loop.
+        Pinned field ``last``, int32 [entries, 1]: for each replay in the output ring, whether it is
+        the last one of its loop.
     loop
-        int32 [3] on the device: ``Loop``, see kernels/loop.cu.
+        int32 [3] on the device: the struct ``Loop`` of kernels/loop.cu.
     row_slot, reserved
         int32 [max_batch] on the device: slot of each batch row, and number of positions for which
         this slot has pages.

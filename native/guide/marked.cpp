@@ -402,9 +402,10 @@ class MarkedMatcher final : public NativeMatcher {
       if (outcome == Outcome::kFailed) return outcome;
       num_grammar_tokens_ -= inside;
     }
-    // In an output without the opening, `num_grammar_tokens_` counts only the tokens that follow
-    // `opening_tokens_`. When all of them are undone, further tokens can complete the opening
-    // again.
+    // `opening_tokens_` are the first tokens of the output that match a beginning of the opening.
+    // If the output then continues differently, it has no opening, and `num_grammar_tokens_` counts
+    // only the tokens after them. When all of these are undone, the next tokens can again complete
+    // the opening.
     const bool in_opening = num_grammar_tokens_ == 0 && marker_->has_opening() && !opened_;
     skipped_.resize(skipped_.size() - static_cast<size_t>(skipped));
     if (inside + skipped == tokens && !in_opening) return Outcome::kYes;

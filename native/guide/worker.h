@@ -177,7 +177,8 @@ class Worker {
   // processor time.
   static constexpr int64_t kPatience = 200;
 
-  // Number of bytes by which late work orders of a request may increase the resident memory.
+  // Number of bytes by which the resident memory may grow during those work orders of a request
+  // that exceed the budget. If it grows by more, the request fails.
   static constexpr int64_t kMaxMemory = int64_t{256} << 20;
 
   // `ring` is the maximum number of replays that are published but not retired. `threads` is the

@@ -90,7 +90,8 @@ class GraphCase {
     CALL(cuStreamSynchronize(streams_[1]));
   }
 
-  // Waits for all launches, then compares the cells and the failure with the model.
+  // Waits for all launches. Then compares the memory that the nodes wrote (cells), and the failure
+  // of a host step if there is one, with the model's prediction.
   void compare(Definition& definition, Model* model) {
     synchronize();
     const std::vector<unsigned>& wanted = model->words();

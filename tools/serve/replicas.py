@@ -170,10 +170,10 @@ class Replicas:
     """Several engines in separate processes, with the same interface as `EngineDriver`.
 
     `launch` starts a process with a `ReplicaActor` and returns its handle. `make_engine` creates
-    the engine in that process. The engine must verify drafts in mode ``coupled``, and must not
-    limit the number of waiting requests: at most `max_waiting` requests wait for a slot, and any
-    further request is refused. A replica that does not answer for `timeout_s` seconds counts as
-    dead. ``info.max_batch_size`` is the sum over all engines.
+    the engine in that process. The engine must verify drafts in mode ``coupled``. It must not limit
+    the number of waiting requests, because this object does: if `max_waiting` requests of all
+    replicas together wait for a slot, a further request is refused. A replica that does not answer
+    for `timeout_s` seconds counts as dead. ``info.max_batch_size`` is the sum over all engines.
     """
 
     def __init__(

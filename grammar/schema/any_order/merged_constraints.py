@@ -145,7 +145,7 @@ def _matches(pattern: str, name: str) -> bool:
 def merge_arrays(parts: Conjuncts) -> ArrayShape:
     """Return the constraints that the schemas in `parts` together impose on arrays.
 
-    Raise `NoExactForm` if individual items have different schemas.
+    Raise `NoExactForm` if a schema has separate schemas for the first items (``prefixItems``).
     """
     parts = tuple(part for part in parts if ARRAYS & part.keys())
     for part in parts:

@@ -438,8 +438,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, QUERY_TILES == 1 ? 2 : 
         }
       }
 
-      // Combine the warps' results in warp order. Each `pass` combines 32 dimensions of a query
-      // tile: 8 of every 16 consecutive ones.
+      // Combine the warps' results in warp order. Each `pass` combines 32 of the 64 dimensions from
+      // 64 * (pass / 2): of every 16, the first 8 if `pass` is even, otherwise the last 8.
 #pragma unroll
       for (int q = 0; q < QUERY_TILES; ++q) {
         Floats4 state = sums_of(q, SUMS - 1);

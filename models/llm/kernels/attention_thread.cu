@@ -51,7 +51,8 @@ __device__ __forceinline__ bool in_order(const Query& query, int end) {
   return query.path.drafts == 0 || end - 1 <= query.path.base;
 }
 
-// Loads positions first .. first + count - 1 of the path of `query`. Positions that the tile
+// Loads the keys and values of positions first .. first + count - 1 of the sequence that ends with
+// the row of `query`. In a draft tree, this sequence follows Query::path. Positions that the tile
 // already contains are not loaded again.
 __device__ __forceinline__ void load_tile(Tile& tile, const Query& query, const Pages& pages,
                                           const CACHE* keys, const CACHE* values, int kv_head,

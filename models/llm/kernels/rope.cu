@@ -16,8 +16,8 @@
 
 // A row of `qkv` has `heads` queries, `kv_heads` keys and `kv_heads` values. A row of `rope_table`
 // has the cosines and then the sines of a position. `ancestors` is null if no row belongs to a
-// draft tree. Padding rows are skipped. Keys and values of positions without a page are not
-// written; the page table contains the scratch page for these positions.
+// draft tree. Padding rows are skipped. Keys and values are not written for positions without a
+// page, that is, where the page table contains `scratch_page`.
 extern "C" __global__ void rope_and_store(float* qkv, int rows, const float* rope_table,
                                           const int* slot, const int* pos,
                                           const unsigned long long* ancestors,
