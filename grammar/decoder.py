@@ -406,12 +406,13 @@ class GuidedDecoder:
         )
 
     def _check_requests(self, requests: Sequence[GuidedRequest]) -> dict[int, GuidedRequest]:
-        """Check the requests of a replay, and mark the matchers of new requests as claimed.
+        """Check the requests of a replay, and claim the matchers of new requests for this decoder.
 
         Returns
         -------
         dict
-            New requests by slot: those that differ from the latest published request of their slot.
+            New requests by slot. A request is new if earlier replays had no request or another one
+            in its slot.
         """
         seen: set[int] = set()
         new_owners: dict[int, GuidedRequest] = {}

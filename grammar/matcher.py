@@ -27,9 +27,9 @@ class GrammarBackend(Protocol):
     """Compiles grammars for one vocabulary and creates matchers.
 
     A user-defined backend may be written in pure Python. `Matcher` lists the methods that its
-    matchers must implement. graft passes JSON schemas to a user-defined backend unchanged, except
-    schemas whose specification names a built-in backend. The user-defined backend must either
-    enforce the whole schema or refuse it.
+    matchers must implement. graft passes JSON schemas to a user-defined backend unchanged. The
+    backend must either enforce the whole schema or refuse it. If a specification names a built-in
+    backend (`GrammarSpec.backend`), that backend compiles the schema instead.
 
     Attributes
     ----------

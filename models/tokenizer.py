@@ -380,7 +380,7 @@ class _SpecialNameEscaper:
         return f"{self._marker}{self._names.index(match[0])}\ue001"
 
     def split(self, text: str) -> list[tuple[str, bool]]:
-        """Split rendered text at the markers, and restore the names that `escape` has replaced.
+        """Split rendered text at the markers, and replace them with names of special tokens again.
 
         Returns
         -------

@@ -145,7 +145,10 @@ class Transfer(ABC):
 
     @abstractmethod
     def release_buffer(self, address: int, resource: Any) -> None:
-        """Free memory that `allocate` returned, given these two fields of its `SendBuffer`."""
+        """Free memory that `allocate` returned.
+
+        `address` and `resource` are the fields of the `SendBuffer`.
+        """
 
 
 class SharedMemory(Transfer):

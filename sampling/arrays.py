@@ -116,8 +116,8 @@ class SamplingArrays:
         # Number of drafts that have probability 0 in the table they were sampled from. It stays 0
         # unless there is a bug.
         self.faults = device.zeros((1,), "int32")
-        # Memory of the blocks that share a row, which they reset to zero (struct
-        # CrossBlockScratch).
+        # Scratch memory of the blocks that share a row (struct CrossBlockScratch). The kernels
+        # expect zeros and write zeros again before they end.
         scratch_bytes = read_struct(KERNELS / "row.cuh", "CrossBlockScratch").itemsize
         scratch_rows = self.max_batch * self.mode.rows_per_request
         self.cross_block = device.zeros((scratch_rows, scratch_bytes), "uint8")

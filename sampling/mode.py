@@ -54,8 +54,12 @@ class DraftMode:
     =========  ==================================  ======================================
 
     A drafter that generates a chain or a tree from logits may also propose token ids. The proposed
-    ids are then the first drafts, and the drafts from logits follow them. "lattice-probe" requires
-    a drafter that computes the logits of all levels at once.
+    ids are then the first drafts, and the drafts from logits follow them.
+
+    With "none", the grammar does not constrain the drafts. With "fill", each draft is sampled under
+    a mask row. With "probe", the grammar tests the drafter's candidates for one draft or level.
+    With "lattice-probe", it tests the candidates of all levels in one step; this requires a drafter
+    that computes the logits of all levels at once.
 
     Parameters
     ----------
@@ -69,7 +73,8 @@ class DraftMode:
     masking
         One of `MASKINGS`.
     candidates
-        Number of token ids per draft, node or level that the grammar tests; 0 without probing.
+        Number of token ids per draft, node or level that the grammar tests; 0 if `masking` is
+        "none" or "fill".
     paths
         Shape of a fixed tree: for each draft, the ranks of the nodes on its path. Empty: the most
         likely nodes become drafts.

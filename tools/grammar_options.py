@@ -40,7 +40,7 @@ _TAG_KEYS = {"tags", "triggers", "at_least_one", "at_once"}
 
 
 def parse_backend(text: str) -> str:
-    """Parse the value of ``--backend``: a name, or the import name of a function that makes one."""
+    """Parse ``--backend``: a backend's name, or the import name of a function that creates one."""
     if text not in BACKEND_CHOICES and ":" not in text:
         choices = ", ".join(BACKEND_CHOICES)
         raise argparse.ArgumentTypeError(f"must be one of {choices} or MODULE:NAME, got {text!r}")

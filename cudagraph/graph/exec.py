@@ -137,9 +137,9 @@ class GraphExec:
     def update(self, graph: Definition, timeout_s: float | None = None) -> None:
         """Update this executable to another definition of the same topology.
 
-        The call first waits for earlier launches, because replay numbers count the launches of this
-        executable under both definitions. Afterwards this executable belongs to `graph`: the old
-        definition can be instantiated again, and `graph` cannot.
+        The call first waits for earlier launches. Afterwards this executable belongs to `graph`:
+        the old definition can be instantiated again, and `graph` cannot. Replay numbers continue,
+        because they count the launches of this executable under both definitions.
 
         Raises
         ------

@@ -533,7 +533,7 @@ class Graph(GraphBase):
             raise OptionError(f"graph {self.name!r} has an open executable; close it first")
 
     def set_executable(self, executable: GraphExec) -> None:
-        """Make `executable` the open executable of this definition, to which it was updated."""
+        """Make an executable that was updated to this definition its open executable."""
         self._exec = weakref.ref(executable)
 
     @property
@@ -594,7 +594,10 @@ class GraphBody(GraphBase):
         return self._root
 
     def check_node_kind(self, kind: str, name: str, child: Graph | None = None) -> None:
-        """Raise OptionError if the node, or a node of ``child``, is not allowed in a body."""
+        """Raise OptionError if a node is not allowed in the body of a conditional node.
+
+        For a child-graph node, `child` is its graph, whose nodes are checked as well.
+        """
         if kind not in BODY_NODE_KINDS and not (child is None and kind in _MAILBOX_NODE_KINDS):
             raise OptionError(
                 f"{kind} node {name!r} is not allowed in the body of conditional {self.name!r}: "

@@ -48,11 +48,11 @@ _CHARACTER = re.compile(
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "b": "\b", "a": "\a", "0": "\0"}
 _COUNTS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 _SURROGATES = (0xD800, 0xDFFF)
-#: Maximum number of lexer states that `_Lexer` visits before it stops the search.
+#: Maximum number of lexer states that `_Lexer.conflicts` visits before it stops the search.
 _MAX_STATES = 2000
 
-#: Maximum number of steps of the search of `_Lexer`. There is one step for each position
-#: (`_Positions`) of a visited state and each character class that the position matches.
+#: Maximum number of steps of this search. A state is a set of positions (`_Positions`). A visit
+#: takes one step for each of its positions and each character class that the position matches.
 _MAX_STEPS = 500_000
 
 #: Maximum number of positions (`_Positions`) of a terminal in a recursive grammar.

@@ -329,7 +329,8 @@ class _Lowering:
     def _dispatch(self, form: Format, ends: Sequence[str] | None) -> list[list[Piece]]:
         """Lower ``triggered_tags`` and ``dispatch``: free text in which a trigger starts a part.
 
-        A part is a tag of ``triggered_tags``, or a trigger of ``dispatch`` and its format.
+        In ``triggered_tags``, a part is a tag. In ``dispatch``, it is a trigger followed by the
+        format of this trigger. `ends` and the result are as in `_spread`.
         """
         if form["type"] == "dispatch":
             triggers = [pattern for pattern, _ in form["rules"]]

@@ -178,9 +178,10 @@ class _Selector:
         self._kernels = load(device, "selector", self._block)
 
     def choose(self, lane: Lane, normed: DeviceArray, logits: DeviceArray) -> None:
-        """Choose the candidates of every row of all levels.
+        """Choose the most likely ids of each row as its candidates, for `score`.
 
-        `normed` float32[R, hidden] contains the final hidden states, `logits` is float32[R, V].
+        R is the number of rows of all levels. `normed` float32[R, hidden] contains the final hidden
+        states, `logits` is float32[R, V].
         """
         rows, vocab = logits.shape
         best = self._best[: rows * self._count]

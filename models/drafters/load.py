@@ -103,7 +103,7 @@ def is_block_drafter(choice: object) -> bool:
 
 
 def _feeds_blocks(choice: object) -> bool:
-    """Implement `is_block_drafter` for choices other than import names."""
+    """Return whether `choice`, which is not an import name, creates a block drafter."""
     if isinstance(choice, partial):
         parts = (choice.func, *choice.args, *choice.keywords.values())
         return any(map(_feeds_blocks, parts))

@@ -194,7 +194,8 @@ class Yarn(Scaling):
         def index(rotations: float) -> float:
             """Return the index (not rounded) of the frequency with this many full rotations.
 
-            The rotations are those over `original` positions.
+            The rotations are counted over the maximum number of positions before the extension
+            (`self.original`).
             """
             wavelength = self.original / rotations
             return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))

@@ -142,7 +142,7 @@ class IncrementalDecoder:
     def push(self, ids: Iterable[int]) -> str:
         """Append ids and return the text that became complete, possibly empty.
 
-        TokenizerError is raised if an id is out of range or the library fails.
+        TokenizerError is raised if an id is out of range or the tokenizer library fails.
         """
         pieces = []
         run: list[int] = []  # consecutive ids that the library converts

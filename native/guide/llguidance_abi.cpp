@@ -180,8 +180,9 @@ MatcherOptions options_for(const void* tokenizer) {
 class Tokenizer {
  public:
   // `bytes` is the concatenation of all tokens' texts. The text of token i has lengths[i] bytes
-  // (0: no text). The text of a special token is a byte 0xFF and its name. Any tokenization of a
-  // text is legal. Throws std::runtime_error if an argument is invalid or LLGuidance refuses it.
+  // (0: no text). The text of a special token is a byte 0xFF and its name. The matchers allow every
+  // sequence of tokens that spells a legal text. Throws std::runtime_error if an argument is
+  // invalid or LLGuidance refuses it.
   Tokenizer(const std::vector<uint32_t>& lengths, const std::string& bytes,
             const std::vector<uint32_t>& stop_ids)
       : vocab_size_(static_cast<int64_t>(lengths.size())), text_((lengths.size() + 31) / 32) {
@@ -450,8 +451,8 @@ class LLGuidanceMatcher final : public NativeMatcher {
     const auto* ids = reinterpret_cast<const uint32_t*>(tokens);
     size_t size = 0;
     while (size < static_cast<size_t>(count) && is_text(tokens[size])) ++size;
-    // If LLGuidance has the mask of this state, or if tokens of `path_` are undone, single calls of
-    // accept() are faster, and accept_all() makes these calls after a result of 0.
+    // With a result of 0, accept_all() calls accept() for each token. This is faster if LLGuidance
+    // has the mask of this state, or if rollback() has undone tokens that are still in `path_`.
     if (size < 2 || terminated_ || dead_ || size_ < path_.size()) return 0;
     if (live_size_ != size_ || api.get_mask(live_.get()) != nullptr) return 0;
     const int32_t valid = api.validate(live_.get(), ids, size);

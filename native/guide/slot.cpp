@@ -254,8 +254,8 @@ void OrderServer::probe_chain(SlotWork& work) const noexcept {
 
 // Finds the legal candidates for level j of the tree: up to `branch` children of each node of the
 // level before. While the device grows the tree level by level, the nodes have other numbers than
-// in the final tree. The bits of `closed`, which mark drafts that no token may follow, use the
-// current numbers, so they are cleared at the end.
+// in the final tree. The function therefore clears the bits of `closed` when it returns: they mark
+// nodes that no token may follow, by the current numbers.
 void OrderServer::probe_tree(SlotWork& work) const noexcept {
   const Order& order = work.order;
   const int branch = exchange_.layout.branch;

@@ -220,7 +220,8 @@ struct Slot {
 
   Assignment assignment;
   SlotWork work;
-  // Transfers the ownership of `work`, see invariant 7 of worker.h.
+  // Whether a pool thread owns `work`. The step sets the flag before it posts the order to the
+  // pool, and the pool thread clears it after its last access (invariant 7 of worker.h).
   std::atomic<bool> busy{false};
 
   // `clock` is the processor-time clock of the thread that serves the work order. `cpu_start` is

@@ -158,10 +158,11 @@ class XGrammarMatcher final : public NativeMatcher {
   // whose text can be part of UTF-8 are set.
   //
   // XGrammar allows encoded surrogates (ED A0 80 to ED BF BF) and some other bytes that are not
-  // UTF-8. These bytes differ from UTF-8 in the second byte of a character, and a token may end
-  // after the first byte. A first byte is called a lead here if some second bytes after it are not
-  // UTF-8. `ends_with` has one row per lead, with the ids whose text ends with the lead. `follows`
-  // has one row per lead, with the ids that are legal after such an id.
+  // UTF-8. These bytes differ from UTF-8 in the second byte of a character. Some first bytes, such
+  // as ED, are called leads here: not every continuation byte may follow them in UTF-8. A token may
+  // end with a lead; the next token must then begin with an allowed second byte. `ends_with` has
+  // one row per lead, with the ids whose text ends with the lead. `follows` has one row per lead,
+  // with the ids that are legal after such an id.
   XGrammarMatcher(void* handle, const uint32_t* acceptable, const uint32_t* ends_with,
                   const uint32_t* follows, int32_t leads, int64_t vocab_size)
       : handle_(handle),

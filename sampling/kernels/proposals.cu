@@ -1,5 +1,6 @@
-// Drafts that arrive all at once: a drafter's proposal, or the drafts that the grammar has chosen
-// from the candidates of all levels.
+// Kernels for drafts that are made all at once, not level by level. They store the drafts that a
+// drafter proposes, that the grammar forces, or that it has chosen from the candidates of all
+// levels.
 #include "row.cuh"
 #include "slot.cuh"
 

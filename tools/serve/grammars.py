@@ -243,7 +243,7 @@ def _structural_tag(value: Any) -> Any:
 
 
 def _with_schema(tag: Any) -> Any:
-    """Return `tag`, one of the tags of a structural tag, with a schema: by default for any JSON."""
+    """Return `tag` with a schema. If it has none, add the schema that allows any JSON value."""
     if isinstance(tag, dict) and tag.get("schema") is None:
         return tag | {"schema": {}}
     return tag

@@ -100,7 +100,10 @@ class ReasoningParser:
         return reasoning + space, answer
 
     def _split_space(self, text: str) -> tuple[str, str]:
-        """Split text after `END` into white space that belongs to the section, and the answer."""
+        """Split text after `END` into the white space of the reasoning section, and the answer.
+
+        If tags are not kept, this white space is dropped.
+        """
         answer = text.lstrip(WHITE_SPACE)
         size = min(len(text) - len(answer), self._space_left)
         self._space_left = 0 if size < len(text) else self._space_left - size

@@ -186,7 +186,11 @@ class ResponsesWriter:
         yield self._event("response.output_item.added", output_index=index, item=item)
 
     def _add_text(self, kind: str, text: str, tokens: list[dict[str, Any]]) -> Iterator[str]:
-        """Add text to a message or to a reasoning item."""
+        """Add text to the current item, and yield its events. `kind` is "message" or "reasoning".
+
+        If the current item is of another kind, begin a new item. `tokens` are the log probabilities
+        of a message's tokens.
+        """
         is_message = kind == "message"
         if not self._is_open(kind):
             item: dict[str, Any] = {

@@ -327,7 +327,7 @@ def generate(
 def write_requests(
     model: Llama, tokenizer: Tokenizer, rng: random.Random, count: int
 ) -> list[tuple[str, str]]:
-    """Generate requests for training with the target itself.
+    """Let the target model write requests, for which it later generates answers to train on.
 
     Parameters
     ----------
@@ -429,7 +429,7 @@ class Data:
         self.scale = features.square().mean(0).sqrt().clamp(min=1e-4)
 
     def load_new(self) -> None:
-        """Load the files that have been written since the last call."""
+        """Load the files of rows that the stage ``rows`` has written since the last call."""
         for path in sorted(set(self._folder.glob("*.pt")) - self._known):
             rows = [Row(**row) for row in torch.load(path, weights_only=False)]
             self.held += rows[5::16]

@@ -86,7 +86,10 @@ def normalize(
 
 
 def _remove_idle_contains(part: SchemaObject) -> None:
-    """Remove ``contains`` if it has no effect. Without it, remove its bounds, too."""
+    """Remove ``contains`` and its bounds, ``minContains`` and ``maxContains``, if without effect.
+
+    The bounds have no effect in a schema without ``contains``.
+    """
     if part.get("minContains") == 0 and "maxContains" not in part:
         part.pop("contains", None)
     if "contains" not in part:

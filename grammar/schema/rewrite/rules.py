@@ -265,7 +265,10 @@ def _property_names(rewriter: Rewriter, value: Any, site: Site) -> None:
 
 
 def _property_counts(rewriter: Rewriter, value: Any, site: Site) -> None:
-    """Replace ``minProperties`` and ``maxProperties`` with a union of schemas, where necessary."""
+    """Replace ``minProperties`` and ``maxProperties`` with a union, if properties are optional.
+
+    The union has one schema for each allowed set of optional properties.
+    """
     bounds = {key: int(site.schema[key]) for key in _COUNTS if key in site.schema}
     required_count = len(set(required_of(site.schema)))
     new_keywords = {key: site.out[key] for key in _OBJECT_KEYWORDS if key in site.out}

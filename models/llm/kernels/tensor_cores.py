@@ -19,8 +19,8 @@ _TILE_COLUMNS = 128
 # Number of inner indices that the pipeline stages of linear_many hold in shared memory together, by
 # bytes per weight and rows per tile.
 _STAGED = {1: {32: 320, 64: 384, 128: 256}, 2: {32: 192, 64: 256, 128: 192}}
-# Rows of a tall tile. Tall tiles need 16-bit inputs, and more shared memory than some GPUs have:
-# TALL_SHARED bytes per block. _TALL_STAGED is their number of staged inner indices (see _STAGED).
+# Rows of a tall tile. Tall tiles need 16-bit inputs and TALL_SHARED bytes of shared memory per
+# block, which some GPUs do not have. _TALL_STAGED is like _STAGED, for tall tiles.
 _TALL_TILE = 256
 _TALL_STAGED = 128
 TALL_SHARED = 227 * 1024

@@ -60,9 +60,9 @@ class Builder {
   size_t operand_count() const { return operands_->size(); }
   // dst(), src(), pred_dst() and pred_src() return an operand in the form of Instr::op. dst() is
   // for a register that the instruction writes. The size of the register must be `bytes`, or at
-  // least `bytes` if `wider` is set. The result is kNoRegister for the operand "_".
+  // least `bytes` if `wider` is set. The result is kNoRegister for the operand "_". src() is for a
+  // register or a constant that the instruction reads as `type`.
   int32_t dst(const Operand& o, unsigned bytes, bool wider = false);
-  // An operand that the instruction reads as `type`: a register or a constant.
   int32_t src(const Operand& o, Type type, bool wider = false);
   // pred_src() sets kNegated for "!p".
   int32_t pred_dst(const Operand& o);

@@ -455,8 +455,8 @@ bool decode_async(Builder& b, Opcode& op, Instr& in) {
 }
 
 // op[0] is the address of the called function. From index `imm` on, Kernel::operand_pool has
-// `count` pairs: the number of a function that the call may reach, and the distance to its inlined
-// body.
+// Instr::count pairs: the number of a function that the call may reach, and the distance from this
+// instruction to the inlined body of the function, in instructions.
 const Instr* indirect_call(Warp& w, const Instr* in) {
   const uint64_t* address = src_lanes<uint64_t>(w, in->op[0]);
   const int32_t* table = w.block->kernel->operand_pool.data() + in->imm;

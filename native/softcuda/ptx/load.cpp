@@ -1,5 +1,5 @@
-// Loading of PTX modules: linking of several texts, module variables, and the kernels that the
-// device sees.
+// Loading of PTX modules: links one or several texts, allocates the module variables, and builds
+// the kernels.
 #include <algorithm>
 #include <cstring>
 #include <new>

@@ -76,7 +76,8 @@ class GlobalRaces {
   ~GlobalRaces();
   // Records an access. If it races with an earlier one, returns the text of the race, otherwise "".
   std::string note(const Warp& w, const Instr* in, char* storage, unsigned bytes, bool write);
-  // Returns the clocks that releases have published in a word of memory; empty if there are none.
+  // Returns the clocks that publish() has stored for the word of memory at `storage`; empty if
+  // there are none.
   BlockClocks published(const char* storage);
   void publish(const char* storage, const BlockClocks& clocks);
   // Whether more clocks were published than can be kept. All of them are then dropped, and no

@@ -42,8 +42,9 @@ namespace {
 // Number of instructions that a warp executes before the next warp gets its turn. It is limited
 // because a warp may wait in a loop for another warp.
 constexpr uint64_t kTurn = 20000;
-// Number of instructions that the group with the highest program counter executes when it runs
-// before the other groups.
+// The threads of a warp that are at the same instruction form a group. The group with the lowest
+// program counter runs first. If this group seems to wait in a loop, the one with the highest
+// counter may execute this number of instructions out of turn.
 constexpr uint64_t kOutOfTurn = 200;
 
 std::string triple(unsigned x, unsigned y, unsigned z) {

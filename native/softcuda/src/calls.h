@@ -19,7 +19,8 @@ struct ThreadRecord {
   std::atomic<bool> gil{false};
   // Description of the object for which the call waits; null if it does not wait.
   std::atomic<const char*> waiting{nullptr};
-  // Whether a pending stream wait depends on the thread, see softcuda_set_device_waits().
+  // Whether a pending stream wait ends only when the thread stores the awaited value
+  // (softcuda_set_device_waits).
   std::atomic<bool> device_waits{false};
   // Start time of the call or, if `device_waits` is set, the time at which `device_waits` was set.
   std::atomic<uint64_t> since{0};

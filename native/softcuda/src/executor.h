@@ -46,8 +46,9 @@ class Executor {
   [[noreturn]] void fail(CUresult code, const std::string& text);
   void fiber_loop();
   const char* running_kernel() const { return running_kernel_.load(std::memory_order_relaxed); }
-  // Called when the running kernel reads the clock. With SOFTCUDA_QUEUES=1, the kernel is then
-  // regarded as one that polls.
+  // Called when the running kernel reads the clock. Such a kernel probably polls memory until a
+  // time limit. With SOFTCUDA_QUEUES=1 (one hardware queue), operations behind a kernel that polls
+  // are held back (PollingKernel).
   void note_clock() {
     if (settings().queues == 1 && !polling_) polling_.emplace();
   }

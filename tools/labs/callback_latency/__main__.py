@@ -159,8 +159,9 @@ def quantiles(nanoseconds: np.ndarray) -> dict[str, float]:
 def summarize(measurement: Measurement, baseline_ns: float) -> dict[str, Any]:
     """Return the results of one measurement.
 
-    `baseline_ns` is the median device time between the two kernels of the graph with empty nodes.
-    It is subtracted from the joins.
+    A join is the device time between the kernels before and after the callbacks. `baseline_ns`,
+    which is subtracted from it, is the median of this time in a graph with empty nodes in place of
+    the callbacks.
     """
     join = np.concatenate(measurement.join)
     gil_held = np.concatenate(measurement.gil_held).reshape(len(join), -1)

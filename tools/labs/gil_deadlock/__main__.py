@@ -108,11 +108,11 @@ class Result:
 
 
 def expected_outcome(case: Case) -> str:
-    """Return the outcome that follows from the lock model of the soft device.
+    """Return the outcome that follows from `case.model`, which selects the soft device's locks.
 
-    If the caller of a driver function holds the GIL, the call hangs if it waits for a callback that
-    needs the GIL, or for a lock that the driver holds during this callback. If the call requests
-    such a lock but gets it at once, the case completes and is a potential deadlock.
+    A driver call of a thread that holds the GIL hangs in two cases: it waits for a callback that
+    needs the GIL, or for a lock that the driver holds during this callback. A call that requests
+    such a lock but gets it at once completes; the case is then a potential deadlock.
 
     A mailbox worker holds no driver lock. It delays only the device, so that a driver call hangs
     only if it waits for the device. The mailbox's deadline then ends the wait.

@@ -2,6 +2,9 @@
 
     python -m graft.tools.labs.gil_deadlock.case PATTERN:TRANSPORT:MODEL[:released]
 
+The four parts are the fields of `Case`; with ``:released``, the thread releases the GIL for the
+driver call.
+
 The order of events is the same in every run and does not depend on delays:
 
 1. A kernel blocks the stream while the callback is enqueued.

@@ -1,4 +1,7 @@
-"""Parameters of a function, for notations that write each argument separately."""
+"""Read the parameters of a tool from its JSON schema.
+
+The tool-call formats that write each argument by itself, not as one JSON object, need them.
+"""
 
 from __future__ import annotations
 
