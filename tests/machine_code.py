@@ -104,6 +104,7 @@ COUNTED_INSTRUCTIONS = {
     "copy": re.compile(r"LDGSTS\.(.*\.)?128"),
     "shared load": re.compile(r"LDS\.128"),
     "local": re.compile("LDL|STL"),
+    "all": re.compile(""),
 }
 
 

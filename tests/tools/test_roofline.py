@@ -96,6 +96,18 @@ def test_roofline_counts_instructions_of_machine_code(block):
     assert 25 <= modelled - (mma[-1] - barrier) <= 55
 
 
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("query_tiles", [1, 4])
+def test_roofline_counts_attention_instructions_of_machine_code(query_tiles):
+    """The main loop has one step of a query tile with 64 mma instructions."""
+    macros = (("QUERY_TILES", str(query_tiles)), ("OUT", "bf16_t"))
+    variant = machine_code.Variant(FOLDER / "attention_split.cu", macros)
+    cubin, _ = machine_code.compile_cubin(variant, 90)
+    loops = machine_code.parse_sass(machine_code.disassemble(cubin))
+    assert loops["attention_split"]["mma"] == roofline.ATTENTION_STEP_MMA
+    assert 0.95 <= loops["attention_split"]["all"] / roofline.ATTENTION_STEP <= 1.05
+
+
 def test_roofline_estimate_exceeds_time_of_every_resource():
     for name, size in MATRICES.items():
         for count in (1, 16, 64, 1024):

@@ -94,7 +94,7 @@ TILES = {
 }
 #: Instructions per step of an attention warp, which has 16 queries and 16 positions, and mma
 #: instructions among them.
-ATTENTION_STEP = 904
+ATTENTION_STEP = 737
 ATTENTION_STEP_MMA = 64
 
 
@@ -172,8 +172,13 @@ def product(name: str, rows: int, columns: int, inner: int, count: int = 1) -> L
 
 
 def attention_tile_rows(rows_per_slot: int) -> int:
-    """Return the number of rows of a slot that read keys and values together."""
-    return 16 // (HEADS // KV_HEADS)
+    """Return the number of rows of a slot that read keys and values together.
+
+    A query tile has 16 queries of one KV head. Four query tiles share keys and values if the slot
+    has 64 rows or more.
+    """
+    query_tiles = 4 if rows_per_slot >= 64 else 1
+    return query_tiles * 16 // (HEADS // KV_HEADS)
 
 
 def attention(contexts: Sequence[int], rows: int) -> Launch:
@@ -183,8 +188,9 @@ def attention(contexts: Sequence[int], rows: int) -> Launch:
     work evenly among the blocks.
     """
     tiles = ceil_div(rows, attention_tile_rows(rows))
+    query_tiles = KV_HEADS * ceil_div(rows * HEADS // KV_HEADS, 16)
     position_bytes = 2 * 2 * KV_HEADS * HEAD_DIM
-    steps = sum(tiles * KV_HEADS * ceil_div(context, 16) for context in contexts)
+    steps = sum(query_tiles * ceil_div(context, 16) for context in contexts)
     work: dict[str, float] = {
         "memory": sum(contexts) * position_bytes,
         "L2": tiles * sum(contexts) * position_bytes,
