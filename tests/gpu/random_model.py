@@ -9,11 +9,13 @@ import math
 import shutil
 import tempfile
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 from gpu_util import random_array
+from model_util import make_rows
 
 from graft.models.cache.kv import PagedKV
 from graft.models.drafters import eagle3
@@ -29,6 +31,8 @@ from graft.tools.demo_model import demo_model
 BATCH = 8
 MAX_LENGTH = 4096
 PAGE_SIZE = 16
+#: Numbers of rows of measured products and forward passes.
+ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
 #: Sizes of an 8B Llama, and of a model that the soft device can run.
 FULL = {
     "hidden_size": 4096,
@@ -192,3 +196,13 @@ def random_engine(size, drafts, programmatic):
         ) as engine,
     ):
         yield engine
+
+
+def context_rows(device, length, count):
+    """Return `count` rows at the end of contexts, at most four per slot unless there are many."""
+    per_slot = max(4, count // BATCH)
+    index = np.arange(count)
+    slots = index // per_slot
+    positions = length - min(count, per_slot) + index % per_slot
+    rows = make_rows(device, [5] * count, slots, positions)
+    return replace(rows, rows_per_slot=min(count, per_slot))

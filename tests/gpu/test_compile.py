@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import machine_code
 import pytest
+from random_model import FULL, ROWS, SMALL, context_rows, random_engine, random_llama
 
+from graft.cudagraph import Graph
 from graft.models.engine.engine import Engine
 from graft.models.request import Request
 from graft.tools.demo_model import demo_model
@@ -50,6 +52,24 @@ def test_kernel_file_compiles_and_loads(modules, variant):
     assert names
     for name in names:
         assert module[name].name == name
+
+
+@pytest.mark.full
+def test_kernels_of_measured_models_compile(device, small):
+    """Forward passes of all measured numbers of rows, compiled in parallel, and an engine."""
+    size = (SMALL if small else FULL) | {"num_hidden_layers": 3}
+    model = random_llama(device, size)
+
+    def build_forward(count):
+        logits = device.empty((count, model.vocab_size), "float32")
+        lane = Graph(device, f"{count} rows").lane("main")
+        model.forward(lane, context_rows(device, 256, count), None, logits)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(build_forward, ROWS))
+    with random_engine(size, 3, programmatic=False) as engine:
+        (output,) = engine.generate([Request(tokens=[5] * 8, max_tokens=4)])
+    assert output.error is None
 
 
 def test_engine_generates_with_host_nodes():

@@ -7,13 +7,20 @@ is measured with a kernel that only reads memory.
 
 import functools
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from gpu_util import LIMIT_S, PROBE, random_array, timed_graph
-from model_util import make_rows
-from random_model import BATCH, FULL, SMALL, random_engine, random_kv, random_llama
+from random_model import (
+    BATCH,
+    FULL,
+    ROWS,
+    SMALL,
+    context_rows,
+    random_engine,
+    random_kv,
+    random_llama,
+)
 from sampling_round import TableRound, even_rows
 
 from graft.cudagraph import Graph, StreamLane
@@ -26,7 +33,6 @@ from graft.sampling.params import SamplingParams
 from graft.sampling.state import SlotRequest
 
 EDGES = ("full", "programmatic")
-ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
 #: Predicted milliseconds of a forward pass of the 8B model on an H200, by number of rows.
 FORWARD_MS = {
     1: (4.0, 4.6),
@@ -81,16 +87,6 @@ def matrices(size):
         "down": (hidden, inner),
         "head": (size["vocab_size"], hidden),
     }
-
-
-def context_rows(device, length, count):
-    """Return `count` rows at the end of contexts, at most four per slot unless there are many."""
-    per_slot = max(4, count // BATCH)
-    index = np.arange(count)
-    slots = index // per_slot
-    positions = length - min(count, per_slot) + index % per_slot
-    rows = make_rows(device, [5] * count, slots, positions)
-    return replace(rows, rows_per_slot=min(count, per_slot))
 
 
 # Memory and graph nodes ---------------------------------------------------------------------------
@@ -168,8 +164,14 @@ def weights(device, small):
     return copies
 
 
+def repeated(copies, small):
+    """Return the copies of a matrix in rotation, as many as take a millisecond to read."""
+    count = 0 if small else int(4e9) // copies[0].nbytes
+    return [copies[i % len(copies)] for i in range(max(len(copies), count))]
+
+
 def time_products(device, stream, kernels, copies, rows):
-    """Return the seconds of a product of `rows` rows, with the copies of a matrix in rotation."""
+    """Return the seconds of a product of `rows` rows, with each of the matrices `copies`."""
     x = random_array(device, (rows, copies[0].shape[1]), kernels.products.input_dtype(copies[0]))
     y = device.zeros((rows, copies[0].shape[0]), "float32")
     with timed_graph(device, stream) as timed:
@@ -184,7 +186,7 @@ def test_products(device, stream, size, bandwidth, weights, small, figure, name,
     kernels = ModelKernels(device)
     copies = weights(matrices(size)[name], dtype)
     for rows in ROWS[:2] if small else ROWS:
-        seconds = time_products(device, stream, kernels, copies, rows)
+        seconds = time_products(device, stream, kernels, repeated(copies, small), rows)
         predicted = PRODUCT_SHARE.get(name) if rows <= 8 and dtype != E4M3 else None
         share = 100 * copies[0].nbytes / seconds / bandwidth
         note = f"{1e6 * seconds:.1f} us"
@@ -316,7 +318,7 @@ def test_rounds(device, size, small, figure, drafts, edges):
         figure(f"{name}: guided over plain round", ratio, "times", (0.99, 1.01))
 
 
-def test_cublas(device, stream, size, bandwidth, weights, figure):
+def test_cublas(device, stream, size, bandwidth, weights, small, figure):
     """The products of `test_products` with cuBLAS, called through CuPy."""
     if device.kind == "soft":
         pytest.skip("CuPy needs a GPU")
@@ -326,7 +328,7 @@ def test_cublas(device, stream, size, bandwidth, weights, figure):
     alpha, beta = np.ones(1, np.float32), np.zeros(1, np.float32)
     handle = cupy.cuda.get_cublas_handle()
     for name, (columns, inner) in matrices(size).items():
-        copies = weights((columns, inner), "bfloat16")
+        copies = repeated(weights((columns, inner), "bfloat16"), small)
         for rows in ROWS:
             x = random_array(device, (rows, inner))
             y = device.zeros((rows, columns), "float32")

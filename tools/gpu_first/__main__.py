@@ -289,7 +289,7 @@ SECTIONS = {
     "build": Section(build, 240),
     "doctor": Section(doctor, 100),
     "features": Section(features, 60),
-    "compile": Section(compile_kernels, 60),
+    "compile": Section(compile_kernels, 90),
     "tests": Section(toolkit, 120),
     "truth": Section(truth, 90),
     "sanitizer": Section(sanitize, 120),
