@@ -112,11 +112,11 @@ class SlotState:
         self._leave = kernels["slot_leave"]
 
     def to_host(self) -> NDArray:
-        """Wait until the device is idle, then return a host copy of all slots, SLOT [S]."""
+        """Wait until the device is idle, then return a copy of all slots with the dtype `SLOT`."""
         return self.array.to_host().view(SLOT)[:, 0]
 
     def copy_from(self, slots: NDArray) -> None:
-        """Wait until the device is idle, then overwrite all slots from a host array, SLOT [S]."""
+        """Wait until the device is idle, then overwrite all slots; `slots` has the dtype `SLOT`."""
         self.array.copy_from(np.ascontiguousarray(slots)[:, None].view(np.uint8))
 
     def join(self, lane: Lane, slot: int, request: SlotRequest) -> None:

@@ -113,10 +113,10 @@ class _Lowering:
     def _lower_reference_or_union(
         self, schema: dict[str, Any], keywords: set[str], allowed: set[str], nesting: int
     ) -> Expression:
-        """Lower a schema with ``$ref`` or ``anyOf``.
+        """Return the expression of a schema with ``$ref`` or ``anyOf``.
 
         `keywords` are the schema's keywords, without annotations. Raise `NotRegular` if one of them
-        is not in `allowed`.
+        is not in `allowed`. `nesting` is the nesting depth of the schema.
         """
         if keywords - allowed:
             raise NotRegular(f"keywords beside {sorted(allowed)[0]!r} are not supported")

@@ -343,9 +343,9 @@ class _Positions:
             firsts, lasts, nullables = zip(*added, strict=True)
             return empty.union(*firsts), empty.union(*lasts), any(nullables)
         assert isinstance(node, Repeat)
-        # x{2,4} is read as x(x(x(x)?)?). Each copy of x follows only the copy before it, so there
-        # are few entries in `following`. If x can match the empty text, the repetition can, too,
-        # whatever its minimum `low` is.
+        # x{2,4} is read as x(x(x(x)?)?). In this form, each copy of x follows only the copy before
+        # it, which keeps the sets in `following` small. If x can match the empty text, so can the
+        # repetition, so its minimum `low` is then 0.
         first, last, nullable = self._add(node.part)
         if not last:  # x matches only the empty text
             return empty, empty, True

@@ -96,14 +96,15 @@ def find_causes(
     max_reasons
         Number of reasons after which the search ends.
     deadline
-        Value of ``time.thread_time()`` after which no further schema is compiled.
+        Value of ``time.thread_time()`` after which the search ends. The search compiles variants of
+        the schema with LLGuidance, and checks the time before each one.
 
     Returns
     -------
     tuple
         The keywords that have no exact form, and the keywords that LLGuidance refuses. If the
-        search ends before it finds a keyword that LLGuidance refuses, the last reason names only
-        the error of the whole schema.
+        search ends before it has found the keyword that causes LLGuidance's error, the last reason
+        contains this error but no keyword.
     """
     search = _Search(schema, rewrite, deadline)
     is_unsatisfiable = _error_of(rewritten).startswith("Unsatisfiable")

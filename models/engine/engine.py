@@ -452,10 +452,10 @@ class Engine:
             self._scheduler.outbox.claim(submission.number)
 
     def _require_scheduled(self, submissions: Iterable[_Submission]) -> None:
-        """Raise an error if the scheduler no longer has any of a stream's unfinished `submissions`.
+        """Raise an error if the scheduler has none of the unfinished `submissions` of a stream.
 
-        The caller has found no events of these requests. Without this check, the stream would wait
-        forever for their final events.
+        The caller has found no events of these requests. If the scheduler has lost all of them, the
+        stream would otherwise wait forever for their final events.
         """
         if self._closed:
             return  # the next step raises the error

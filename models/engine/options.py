@@ -216,9 +216,9 @@ class Options:
         A request that exceeds this time is late. It is left out of rounds until its mask rows are
         complete, so that the other requests need not wait. Its output stays the same, except that
         outputs of rejection sampling are reproducible only if no request is late
-        (``counters()["grammar"]["late_rows"]``). A request whose grammar exceeds the budget by far,
-        or needs more than 256 MiB, fails with an error (`GuidedDecoder`). With None, a step waits
-        for all requests.
+        (``counters()["grammar"]["late_rows"]``). A request whose grammar exceeds limits that are
+        far above the budget, or needs more than 256 MiB, fails with an error; `GuidedDecoder` has
+        the limits. With None, a step waits for all requests.
     generation
         Whether a launch runs one round ("rounds"), or many rounds where possible ("graph"). With
         "graph", a batch whose requests have no grammar, or a grammar with an automaton, runs in a
@@ -226,10 +226,11 @@ class Options:
         ends when its requests have ended, a request joins or is removed by the host, a request
         needs pages, or the host has not read the last 63 rounds. With ``draft_length="auto"``, a
         launch runs at most 32 rounds. While a prompt is being prefilled, rounds are launched one by
-        one. Where drafts are probed (`draft_masking`), or tokens are forced without a drafter, a
-        launch runs one round if a request of the batch has a grammar, and a warning is logged. If
-        the probed drafts are trees of a drafter that computes the logits of all levels at once,
-        every launch runs one round. "graph" requires a drafter that runs on the device.
+        one. Two other options need the grammar on the host: probed drafts (`draft_masking`), and
+        tokens that are forced without a drafter. With one of them, a launch of a batch in which a
+        request has a grammar runs one round, and a warning is logged. With probed trees of a
+        drafter that computes the logits of all levels at once, every launch runs one round. "graph"
+        requires a drafter that runs on the device.
     weights
         Format of the weights of the target's decoder layers: "checkpoint" or "fp8". "checkpoint":
         as stored. "fp8": rounded to E4M3 per row while loading, which halves the bytes that are

@@ -424,7 +424,7 @@ class Scheduler:
         return True
 
     def _should_leave_loop(self) -> bool:
-        """Return whether the host should ask the running loop to end.
+        """Return whether the host should ask the running generation loop to end.
 
         There are three reasons to do so. A prompt is being prefilled. Ready requests wait for slots
         or pages of requests that have left, which become free only after the loop. Or so many
@@ -433,7 +433,8 @@ class Scheduler:
         if self.slots.num_prefilling or (self._ready and self.slots.num_leaving):
             return True
         num_running = len(self.slots.running)
-        # The last unread replay belongs to the loop. Earlier ones may belong to older launches.
+        # The last unread replay is a round of the running loop. Earlier ones may be rounds of older
+        # launches.
         batch = self.replays.unread[-1].graph.batch
         return num_running > 0 and self.selector.batch_bucket(num_running) < batch
 

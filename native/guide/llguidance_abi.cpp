@@ -282,7 +282,8 @@ class Grammar {
   // reuse; the maximum keeps the lexer of a long-lived grammar below LLGuidance's limit of states.
   static constexpr int kMaxReuses = 32;
 
-  // If computing the mask of the start state takes longer than this, no further matcher is reused.
+  // If computing the mask of the start state, which reuse() needs, takes longer than this, later
+  // matchers of the grammar are dropped instead.
   static constexpr int64_t kSlowNs = 1'000'000;
 
   std::shared_ptr<const Tokenizer> tokenizer_;

@@ -490,7 +490,7 @@ class MarkedMatcher final : public NativeMatcher {
     return Filled::kMask;
   }
 
-  // Undoes the last `count` of `opening_tokens_`, which must be the last tokens of the output.
+  // Undoes the last `count` of `opening_tokens_`. The output must not have any tokens after them.
   Outcome roll_back_opening(size_t count, ErrorText* error) noexcept {
     const size_t left = opening_tokens_.size() - count;
     const size_t in_grammar = std::min(in_grammar_, left);

@@ -192,8 +192,8 @@ struct Usage {
 // `matcher` do not change while the slot is busy, so a step may read them at any time.
 struct SlotWork {
   int index = 0;  // number of the slot
-  // Borrowed: may be used while a snapshot refers to the slot or while the slot is busy. Null if
-  // the request is unconstrained.
+  // Borrowed from the host, which keeps it alive while the snapshot of a replay (worker.h) contains
+  // the request, or while the slot is busy. Null if the request is unconstrained.
   NativeMatcher* matcher = nullptr;
   Order order;
   // The matcher is at node `node` of the draft tree: it has accepted `accepted` tokens after node

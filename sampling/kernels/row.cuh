@@ -338,8 +338,9 @@ __device__ __forceinline__ float from_fixed_point(u64 sum) {
   return fmul(static_cast<float>(sum), 2.8421709430404007e-14f);
 }
 
-// Returns the rank of a column as an integer: 32 bits of order_key and 24 bits of the complemented
-// column. Of columns with equal logits, the smaller one has the higher rank.
+// Returns an integer that orders columns by logit: 32 bits of order_key and 24 bits of the
+// complemented column. It is greater for a greater logit and, for equal logits, for a smaller
+// column.
 __device__ __forceinline__ u64 rank_key(float logit, int column) {
   const u32 key = static_cast<u32>(order_key(logit)) ^ 0x80000000u;
   return (static_cast<u64>(key) << 24) | static_cast<u64>(0xffffffu - static_cast<u32>(column));

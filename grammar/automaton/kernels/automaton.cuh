@@ -74,15 +74,16 @@ struct FillItem {
 // Row cache: mask rows of automaton states, without the bits of stop ids, which differ between
 // requests.
 //
-// 1. Only the kernels that advance states assign cache rows to states. These kernels run one after
-//    another, with one block each, and `launch` numbers them.
+// 1. Only the kernels that advance states (automaton_open, automaton_commit and automaton_draft)
+//    assign cache rows to states. They run one after another, with one block each. `launch` counts
+//    them; below, kernel n is the one with number n.
 // 2. A row that kernel n assigns is written by the automaton_fill that follows it, and may be read
 //    from kernel n + 1 on.
 // 3. A row that kernel n has found or assigned is not assigned to another state by kernel n,
 //    because the automaton_fill that follows reads or writes the row.
-// 4. Between two kernels, the tables' arrays of rows agree with CachedRow: state s of table t has
-//    row r if and only if CachedRow r has table t and state s. automaton_forget removes the rows of
-//    a table before the table's memory is reused.
+// 4. Between two kernels, the array of rows in the table of each automaton agrees with the array of
+//    CachedRow: state s of table t has row r if and only if CachedRow r has table t and state s.
+//    automaton_forget removes the rows of a table before the table's memory is reused.
 struct RowCache {
   unsigned int launch;  // number of the last kernel that has used the cache
   unsigned int hand;    // next row to examine for eviction

@@ -33,9 +33,10 @@ _BLOCKS_PER_MULTIPROCESSOR = {32: 2, 64: 1, 128: 1, _TALL_TILE: 1}
 # of the bytes that the two waves read through the L2 cache.
 _TALL_WAVE = 1.5
 # Estimated cost of K splits, in units of the time of one wave without splits. The wait for the last
-# block of a tile costs _SPLIT_COST. The partial sums of one row in all tiles of a wave cost
-# _SPLIT_COST_PER_ROW. With more than _SPLIT_COST_INNER inner indices, a wave takes longer, so this
-# cost is proportionally less.
+# block of a tile costs _SPLIT_COST. Storing and adding the partial sums of all tiles of a wave
+# costs _SPLIT_COST_PER_ROW for each row of a tile. This cost does not grow with the number of inner
+# indices, but the time of a wave, the unit of the cost, does. With more than _SPLIT_COST_INNER
+# inner indices, the cost per row is therefore reduced in proportion.
 _SPLIT_COST_PER_ROW = 0.3 / 32
 _SPLIT_COST_INNER = 4096
 _SPLIT_COST = 0.05

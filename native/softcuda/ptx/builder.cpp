@@ -765,10 +765,10 @@ static bool fits(const Function& f, size_t arguments, size_t results) {
   return f.params.size() == arguments && f.results.size() == results;
 }
 
-// Adds an indirect call: inlines all functions that it may call and adds a branch to one of them.
-// It may call the functions in its .calltargets list. Without a list, it may call every function
-// whose address is taken and whose numbers of arguments and results match, unless the call is
-// inside an inlined copy of this function.
+// Adds an indirect call: inlines all functions that the call may reach and adds a branch to one of
+// them. The call may reach the functions in its .calltargets list. Without a list, it may reach
+// every function whose address is taken and whose numbers of arguments and results match, except
+// for the functions in whose inlined copies the call itself is.
 void Builder::emit_indirect_call(Instance& instance, const Call& call, unsigned depth) {
   const std::vector<Operand>& operands = call.statement.operands;
   std::vector<const Function*> candidates;

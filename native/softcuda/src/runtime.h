@@ -211,7 +211,8 @@ void describe_workers(std::string* out);
 #define SC_FIRST(first, ...) first
 #define SC_DECLARE(type, name) [[maybe_unused]] type name
 #define SC_PASS(type, name) name
-// Expands to f(type, parameter) for each pair after the flags, separated by commas.
+// Expands SC_EACH(f, flags, type, parameter, ...) to f(type, parameter) for each pair of type and
+// parameter, separated by commas.
 #define SC_EACH(f, ...)                                                                          \
   SC_PICK(__VA_ARGS__, SC_P11, , SC_P10, , SC_P9, , SC_P8, , SC_P7, , SC_P6, , SC_P5, , SC_P4, , \
           SC_P3, , SC_P2, , SC_P1, , SC_P0, )                                                    \

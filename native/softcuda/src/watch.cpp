@@ -158,8 +158,8 @@ void on_gil_request() {
   report_first_python_call(true);
 }
 
-// Called when a thread that has got the GIL enters its first Python function. `stack` is the Python
-// stack.
+// Called when a thread that has got the GIL enters its first Python function. Adds its Python stack
+// `stack` to the edge that on_gil_request() has recorded for the thread.
 void on_first_python_call(const std::string& stack) {
   if (t_edge == nullptr || t_restricted_scope == nullptr) return;
   std::string text;
