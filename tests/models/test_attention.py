@@ -220,7 +220,7 @@ def test_attention_plan_assigns_each_part_once(device, stream, seed):
     rng = np.random.default_rng(seed)
     slots, positions = [], []
     for slot in rng.permutation(40)[: rng.integers(1, 40)].tolist():
-        rows = int(rng.integers(1, 12))
+        rows = int(rng.integers(1, 20))
         first = int(rng.integers(0, 600 - rows))
         is_padding = rng.random() < 0.2
         slots += [-1 if is_padding else slot] * rows

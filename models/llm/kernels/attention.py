@@ -157,7 +157,7 @@ class Attention:
         kernel = self._loader.load("attention_plan", "attention_plan")
         sizes = (kv.slots, kv.max_pages, kv.page_shift, tile_rows, blocks)
         args = (rows.slot, rows.pos, rows.count, *sizes, plan.tiles, plan.begin)
-        lane.kernel(kernel, 1, _WARP, args, name="attention plan")
+        lane.kernel(kernel, 1, _WARP, args, shared=8 * rows.count, name="attention plan")
         return plan
 
     def attend(
