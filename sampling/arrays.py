@@ -135,7 +135,7 @@ class SamplingArrays:
 
     @property
     def drafting_args(self) -> tuple[object, ...]:
-        """Kernel arguments: scratch of rows of logits, slots, results, and draft probabilities."""
+        """Kernel arguments: scratch for each row of logits; slots; results; draft probabilities."""
         results = (self.results, self.row_words)
         tables = (self.draft_probs, self.draft_probs.shape[1])
         return (self.cross_block, self.state.array, *results, *tables)

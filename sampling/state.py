@@ -71,7 +71,7 @@ class SlotRequest:
             check_range("capacity", self.capacity, self.limit, 2**31 - 1)
 
     def record(self) -> Any:
-        """Return a record of dtype SLOT: an active request without drafts."""
+        """Return the slot for this request, active and without drafts; the dtype is `SLOT`."""
         record = _params_record(self.params)
         record["n"] = self.position
         record["last"] = self.last

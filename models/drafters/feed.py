@@ -141,12 +141,12 @@ class Feed:
         self.features = None if features is None else features[:count]
 
     def committed(self, lane: Lane, shift: int = 0) -> Rows:
-        """Add a kernel that writes the tokens that this round committed as R input rows.
+        """Add a kernel that writes the tokens that this round committed as input rows.
 
-        Token i of a request gets position ``old_n + shift + i``, where ``old_n`` is the position of
-        the request's last token before the commit. A shift of 1 gives each token its own position.
-        A shift of 0 gives each token the position of the previous token, for heads that combine a
-        token with the feature of the previous token.
+        There are `count` rows, each with token, slot and position; those without a token are
+        padding. With a `shift` of 1, each token gets its own position. With a shift of 0, it gets
+        the position of the previous token, for heads that combine a token with the feature of the
+        previous token.
         """
         rows = self.scratch.committed.first(self.count, self.count // self.batch)
         args = [

@@ -149,7 +149,7 @@ def _split_evenly(count: int, rank: int, size: int) -> tuple[int, int]:
 class ShardedWeights(Weights):
     """Uploads the rank's shard of every decoder layer matrix, and all other tensors completely.
 
-    The collective `all_gather` gathers the partial products of row-parallel projections.
+    `all_gather` becomes the collective of the row-parallel shards (`ScaledMatrix`).
     """
 
     def __init__(

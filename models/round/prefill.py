@@ -106,10 +106,11 @@ class PrefillScheduler:
         return rows
 
     def charged_rows(self, rows: int, allowed: int) -> int:
-        """Return how many of the `allowed` rows a chunk of `rows` rows uses up.
+        """Return how many of the `allowed` rows a chunk of `rows` rows counts as.
 
-        The number is proportional to the chunk's time, and at least the chunk's number of rows.
-        Small chunks take more time per row than large ones.
+        Small chunks take more time per row than large ones. The number is therefore the number of
+        rows that one chunk of all `allowed` rows would process in the chunk's time; it is at least
+        `rows` and at most `allowed`.
 
         Parameters
         ----------

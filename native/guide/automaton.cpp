@@ -399,8 +399,8 @@ class Determinizer {
         }
       }
       count_work(static_cast<int64_t>(sets_[state].size()));
-      // Adjacent classes often have the same targets. The next state is then also the same and need
-      // not be computed again.
+      // `pending_` are the targets of this class of bytes, `targets_` those of the previous class.
+      // They are often equal. The next state is then also the same and need not be computed again.
       if (byte == 0 || pending_ != targets_) {
         targets_ = pending_;
         close();

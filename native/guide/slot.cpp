@@ -138,9 +138,10 @@ void OrderServer::commit(SlotWork& work) const noexcept {
   if (!work.terminated) return;
   work.tally[count::terminations] += 1;
   work.ended = true;
-  // The device normally ends the request at the stop id. If this id is not among the stop ids on
-  // the device, the device continues with row 0 in the next round. The state ROW_DEAD_END then ends
-  // the request, which would otherwise wait for the row forever.
+  // The text has ended with a stop id, at which the device normally ends the request. But if the
+  // device has another set of stop ids for the request, it continues, and waits for mask row 0 of
+  // the slot in the next round. No further order fills this row, so its state ROW_DEAD_END ends the
+  // request.
   set_row(work, 0, ROW_DEAD_END);
 }
 

@@ -52,7 +52,8 @@ struct Exchange {
   }
 };
 
-// Names of the counters of the worker and of the threads that serve its work orders.
+// Names of the counters of the grammar worker (worker.h). The step's thread and the pool threads
+// that serve its work orders count.
 // clang-format off
 #define GRAFT_GUIDE_COUNTS(COUNT)                                                            \
   COUNT(replays) COUNT(missing_snapshots) COUNT(joins) COUNT(fills) COUNT(accepts)           \

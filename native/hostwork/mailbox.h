@@ -58,8 +58,8 @@ struct MailboxWords {
   // Number of the posted request, which the device stores; 0: none.
   std::uint32_t* request = nullptr;
   // Answer, which the host stores: the number of the answered request if a spinning kernel waits,
-  // and 1 if a batch-memory-operation node waits. Until the first launch, the host uses the word to
-  // tell the device from which number to count the requests.
+  // and 1 if a batch-memory-operation node waits. Until the first launch, the word has another
+  // content: the number from which the device counts the requests.
   std::uint32_t* ack = nullptr;
   // Number of the last request whose spinning kernel ended at its own deadline; 0: none. The
   // pointer is null if the mailbox has no spinning kernel.

@@ -45,8 +45,8 @@ class Messages {
   // Posts the messages unless they are posted already, and waits up to `seconds` until all of them
   // are sent and received.
   Outcome wait(double seconds);
-  // Abandons the communicator, so that these messages and all later ones fail. The stored reason
-  // names the missing rank.
+  // Abandons the communicator, because another rank has not sent or received its message in time.
+  // The messages of this object and all later messages fail. The stored reason names the rank.
   void abandon() noexcept;
 
   // Host-step function that sends and receives the messages; `data` is the Messages object.

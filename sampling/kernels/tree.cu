@@ -41,8 +41,9 @@ __device__ __forceinline__ bool is_probed(const int* exchange, const ExchangeLay
          !is_unconstrained(read_stamp(exchange, layout, index, 0), slot.epoch);
 }
 
-// Finds the most likely ids after each parent of a level, and their log probabilities. For sampled
-// requests, the weight of an id is p / E. E is the exponential variate that the target will use for
+// Finds the ids with the greatest weights after each parent of a level, and the logarithms of their
+// shares of the total weight. For greedy requests, the weight of an id is its probability p. For
+// sampled requests, it is p / E, where E is the exponential variate that the target will use for
 // the same id and position (row.cuh). One value of blockIdx.x per row of logits.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     tree_candidates(float* logits, int draft_vocab, int token_limit, const int* d2t, const int* t2d,

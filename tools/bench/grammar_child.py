@@ -132,7 +132,7 @@ SUBJECTS: dict[str, Any] = {"llguidance": LLGuidance, "xgrammar": XGrammar, "aut
 
 
 class _Instances:
-    """Matches instances of one schema token by token and measures the time of each mask fill.
+    """Matches instances of one schema token by token, and measures the time of each mask fill.
 
     `new_matcher` returns a matcher in its initial state, and `encode` tokenizes a text.
     """
@@ -256,10 +256,10 @@ _tokenizer: Any = None
 
 
 def prepare(name: str, tokenizer: str, stop_token: str | None, key_order: str) -> None:
-    """Create the implementation `name`, which later calls of `answer` use.
+    """Create the grammar implementation `name` (a key of `SUBJECTS`) for later calls of `answer`.
 
-    The other arguments are options of the command line: the path of the tokenizer, its end token,
-    and the order of object keys that the implementation "auto" allows.
+    The other arguments are options of the command line: the path of the tokenizer, the token that
+    ends an output, and the order of object keys that the implementation "auto" allows.
     """
     global _subject, _tokenizer
     _tokenizer, vocabulary = load_tokenizer(Path(tokenizer), stop_token)

@@ -141,7 +141,8 @@ def _structured_outputs(body: ChatRequest | CompletionRequest) -> list[FoundGram
 def _is_enabled(grammar: FoundGrammar) -> bool:
     """Return whether the request uses a grammar.
 
-    The value of json_object must be true. All other grammars are used unless they are null.
+    It uses json_object if the value is true, and any other grammar if the value is not null. Raise
+    ApiError if the value of json_object is neither true nor false.
     """
     if grammar.key == "json_object":
         if not isinstance(grammar.value, bool):

@@ -1,9 +1,9 @@
 """Attention over a paged KV cache: QKV projection, RoPE, attention, and compaction of the cache.
 
-The ``warp`` form of the kernels runs attention on tensor cores (*split attention*) if the KV cache
-has 16 bits and heads have 64 or 128 elements. A kernel makes a plan once per forward pass, and the
-plan divides the work of split attention among blocks. All calls share the plan's memory and a
-workspace, so the calls must run in order.
+Attention runs on tensor cores (*split attention*) if the kernels are loaded in the form ``warp``,
+as on all GPUs (`KernelLoader`), the KV cache has 16 bits, and heads have 64 or 128 elements. A
+kernel makes a plan once per forward pass, and the plan divides the work of split attention among
+blocks. All calls share the plan's memory and a workspace, so the calls must run in order.
 """
 
 from __future__ import annotations

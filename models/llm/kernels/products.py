@@ -306,7 +306,7 @@ class Products:
             )
 
     def _check_folded_norm(self, product: _Product, norm: Norm, weight: Matrix, name: str) -> None:
-        """Check that a product can write a folded norm (`Norm`), and check the norm's arrays."""
+        """Check that a product can be the producer of a folded norm, and check the arrays."""
         self._require_tensor_cores(product, "a folded norm", name)
         assert norm.square_sums is not None
         rows = product.rows

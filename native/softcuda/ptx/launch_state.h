@@ -1,6 +1,7 @@
-// State of one launch, shared by the workers that run its blocks: the memory accesses of kernels
-// that programmatic edges connect (INVARIANTS.md P13), and the records from which races between
-// blocks are detected (INVARIANTS.md P12).
+// State of one launch, shared by the workers that run its blocks. It contains the memory accesses
+// of this launch and of the launches before it that may still run (programmatic edges,
+// INVARIANTS.md P13), and the records from which races between blocks are detected (INVARIANTS.md
+// P12).
 #pragma once
 
 #include <memory>

@@ -302,11 +302,11 @@ struct Block {
   bool failed = false;
   bool adversarial = false;
   bool racecheck = false;
-  // Whether each access to global memory does more than load or store: it is checked for races or
-  // against the kernels that precede this one over programmatic edges, is counted, or uses the
-  // store buffers. `checks_shared`: whether accesses to shared memory are checked for races or
-  // counted.
+  // Whether accesses to global memory need one of the following in addition to the load or store:
+  // race detection, the check against kernels that may still run (programmatic edges), counting,
+  // and store buffers.
   bool checks_accesses = false;
+  // Whether accesses to shared memory need race detection or counting.
   bool checks_shared = false;
   LaunchState* launch = nullptr;
   uint64_t random = 0;

@@ -227,10 +227,11 @@ struct Program {
   // The operation that launched this program, while the launch runs: a stream operation, or for a
   // conditional body the conditional node.
   Op* launch = nullptr;
-  // The cell and the default value of each conditional handle that has a default. The default
-  // values are stored in the cells when a launch begins (INVARIANTS.md N3).
+  // The conditional handles with a default value: the cell that holds the condition's value, and
+  // the default. When a launch begins, the defaults are stored in the cells (INVARIANTS.md N3).
   std::vector<std::pair<unsigned*, unsigned>> defaults;
-  // The cells of the conditional handles without a default value.
+  // The cells of the conditional handles without a default value. When a launch begins, a
+  // pseudorandom value is stored in each of them.
   std::vector<unsigned*> undefined_conditions;
   std::vector<Op*> event_nodes;
   std::vector<Op*> memory_nodes;     // allocation and free nodes

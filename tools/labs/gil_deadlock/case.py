@@ -67,7 +67,8 @@ GIL_TRANSPORTS = (
 )
 #: Values of SOFTCUDA_LOCK_MODEL.
 LOCK_MODELS = (0, 1, 2, 4)
-#: Exit status of a case in which the mailbox's deadline ended the wait.
+#: Exit status of a case whose deadlock ended because the device waited for the mailbox worker only
+#: until the mailbox's deadline (outcome "released").
 RELEASED_STATUS = 3
 
 #: Duration of a native callback in microseconds.
@@ -329,7 +330,7 @@ def _block_stream(device: Device, stream: _Stream) -> Any:
 def run(case: Case) -> int:
     """Run a case. If the case deadlocks, this function does not return.
 
-    Return 0, or `RELEASED_STATUS` if the mailbox's deadline ended the wait.
+    Return 0, or `RELEASED_STATUS` if the mailbox's deadline ended the deadlock.
     """
     device = open_device()
     _wait_for_watch(device)
