@@ -134,9 +134,10 @@ PTX_TESTS = $(addprefix tests/models/test_, kernel_library.py attention.py fp8.p
   parts.py) $(addprefix tests/cudagraph/test_, mailbox.py conditional.py) \
   tests/grammar/test_device_automata.py
 # Tests that need not run for each architecture: incorrect kernels, bits, other compilers, engines,
-# and the machine code of the kernels.
+# and the memory traffic and the machine code of the kernels.
 PTX_ONCE = $(wildcard tests/softcuda/test_ptx*.py) tests/softcuda/test_nvrtc_wrapper.py \
-  tests/models/test_engine_ptx.py tests/cudagraph/test_nvrtc.py tests/models/test_machine_code.py
+  tests/models/test_engine_ptx.py tests/models/test_attention_counts.py \
+  tests/cudagraph/test_nvrtc.py tests/models/test_machine_code.py
 PTX_ARCHITECTURES ?= 80 90 100
 PTX_OPTIONS = --ptx -o faulthandler_timeout=900 \
   -k "not (any_blocks_per_row and (128256 or 49152))" $(PARALLEL) $(PYTEST)
