@@ -242,6 +242,18 @@ def test_sections_fit_in_one_call():
     assert max(limits) <= 240
 
 
+@pytest.mark.parametrize(
+    ("target", "program"), [("gpu", "gpu_first"), ("test-cuda", "gpu_first.runner tests -- -x")]
+)
+def test_targets_install_nothing_without_virtual_environment(target, program):
+    """`make gpu` builds nothing either, because a failing build must not stop the first checks."""
+    command = ["make", "--dry-run", target, "VENV=none", f"PYTHON={sys.executable}", "PYTEST=-x"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert f"-m graft.tools.{program}" in done.stdout
+    assert "pip" not in done.stdout
+    assert ("cmake" in done.stdout) == (target == "test-cuda")
+
+
 # Whole runs ---------------------------------------------------------------------------------------
 
 #: Module that Python imports at startup. It hides packages, refuses network connections and adds a
