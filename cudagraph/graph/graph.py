@@ -118,8 +118,9 @@ class GraphBase(ABC):
         # not store them: a graph that referred to its lanes would be part of a reference cycle and
         # would not be freed as soon as it is dropped.
         self._tails: dict[str, tuple[int, ...]] = {}
-        # Names of lanes whose next node depends on exactly one kernel of the lane and on no mark.
-        # Only in these lanes can the next edge be programmatic.
+        # Names of lanes whose next node depends on exactly one kernel of the lane, which has not
+        # been marked, and on no mark of another lane. Only in these lanes can the next edge be
+        # programmatic.
         self._kernel_tails: set[str] = set()
         # Indices of the nodes at either end of a programmatic edge.
         self._programmatic_nodes: set[int] = set()
@@ -306,8 +307,9 @@ class GraphBase(ABC):
         child.wait_for_earlier_launches()
         child.place_launch_counter()
         with child.editing(), self.editing():
-            # Keep the child's status words alive: the child's kernels still read them, and after
-            # the move, failures of the parent are stored in them as well.
+            # Keep the child's status words (`status`, where kernels read the first failure) alive:
+            # the child's kernels still read them. From now on, the native code also stores failures
+            # of this graph in them.
             index = self.add(
                 "child",
                 name,

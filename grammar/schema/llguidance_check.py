@@ -59,7 +59,7 @@ def document_text(schema: Any, whitespace: Whitespace) -> str:
 
 
 def schema_grammar(text: str) -> str:
-    """Return a schema, given by `document_text`, as a grammar in LLGuidance's JSON format."""
+    """Return a grammar in LLGuidance's JSON format. `text` is a result of `document_text`."""
     return f'{{"grammars": [{{"json_schema": {text}}}]}}'
 
 

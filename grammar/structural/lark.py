@@ -373,9 +373,9 @@ class _Lowering:
         `free` is the piece of the free text, and `name` is the type of the format.
         """
         following = [self.joiner.sequence([free, *part]) for part in parts]
-        # All alternatives begin with the same free text, so their beginnings are not checked. Free
-        # text also follows the last repetition. The lexer recognizes a repetition by the trigger
-        # after the free text.
+        # All alternatives begin with the same free text, so it is not checked that they begin
+        # differently. Free text also follows the last of `parts`: by the trigger after a free text,
+        # the lexer sees whether another part follows.
         either = self.joiner.alternatives(following, name, check=False)
         if either.terminal:
             return Piece(f"({either.text})*", name)

@@ -130,7 +130,10 @@ class UserDrafter(Drafter):
 
     @classmethod
     def of(cls, propose: Callable[[list[int]], Any], **options: Any) -> MakeDrafter:
-        """Return a callable that creates the drafter, for the argument `drafter` of `Engine`."""
+        """Return a value for the argument `drafter` of `Engine`, which creates a `UserDrafter`.
+
+        `propose` and `options` are parameters of `UserDrafter`.
+        """
         return partial(cls, propose=propose, **options)
 
     def prefill(

@@ -363,8 +363,8 @@ def _masking(drafter: Drafter, draft_masking: str) -> str:
 def _num_candidates(masking: str, drafter: Drafter) -> int:
     """Return how many of the drafter's best ids the grammar tests; 0 if it tests none.
 
-    If `masking` is "probe", it tests so many ids for each draft of a chain or each node of a tree;
-    if it is "lattice-probe", for each level. With other values, it tests none.
+    If `masking` is "probe", the number applies to each draft of a chain or each node of a tree; if
+    it is "lattice-probe", to each level. With other values, the grammar tests none.
     """
     if masking not in ("probe", "lattice-probe") or drafter.vocab is None:
         return 0

@@ -345,16 +345,17 @@ class Migrator:
         self._copy_pages = device.load(_KERNELS)["copy_pages"]
 
     def pack(self, state: RequestState, verify: str) -> MigratedRequest:
-        """Return a request for migration, with copies of its pages in the prefix cache.
+        """Return a request for migration.
 
-        This method waits until the copies are complete.
+        The result contains copies of those pages of the request that are in this engine's prefix
+        cache. The method waits until the copies are complete.
 
         Parameters
         ----------
         state
             State of an unfinished request.
         verify
-            Verification mode of the engine.
+            Verification mode of the engine, which the result has if the request specifies none.
         """
         groups = self._prefix_cache.match(self._prefix_cache.keys(state.tokens))
         packed = self._enqueue_copies(groups, ()) if groups else []

@@ -709,11 +709,12 @@ __device__ __forceinline__ int row_sample(const Row& row, bool filtered, const F
   return status;
 }
 
-// Called in place of row_sample by a block whose row needs no sampling or is not ready. Each block
-// reads host memory separately. If an answer of the grammar arrives late, some blocks of a row may
-// see it and call row_sample while others call skip_row. skip_row therefore stores an invalid best
-// column, which makes row_sample return ROW_BAD_LOGIT. Returns true in the last block to finish
-// STEP_DRAW.
+// Called in place of row_sample, with the same steps `from` to `to`, by a block whose row needs no
+// sampling or is not ready. Returns true in the last block of the row to finish STEP_DRAW.
+//
+// Each block reads the answer of the grammar from host memory separately. If the answer arrives
+// late, some blocks of a row may see it and call row_sample while others call skip_row. skip_row
+// therefore stores an invalid best column, so that row_sample returns ROW_BAD_LOGIT in this case.
 __device__ __forceinline__ bool skip_row(CrossBlockScratch& cross_block, int from, int to,
                                          Scratch& scratch) {
   const bool leader = threadIdx.x == 0;

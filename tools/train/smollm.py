@@ -763,9 +763,9 @@ def export(args: argparse.Namespace) -> None:
     """Write the head's checkpoint in bfloat16 and its training log.
 
     The draft vocabulary is larger than in training, which is possible because the head's LM head
-    consists of rows of the target's LM head. The added tokens are the first ids in numeric order
-    until the vocabulary has ``--export-vocab`` tokens, and all tokens that consist of lower-case
-    letters, because keys of JSON objects begin with such tokens.
+    consists of rows of the target's LM head. Ids are added in numeric order until the vocabulary
+    has ``--export-vocab`` tokens. Then all other tokens that consist of lower-case letters are
+    added, because keys of JSON objects begin with such tokens.
     """
     vocabulary = Tokenizer(args.model).backend.get_vocab()
     checkpoint = torch.load(args.work / "head.pt")

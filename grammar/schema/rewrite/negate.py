@@ -114,11 +114,12 @@ class Negation:
     def partial_complement(
         self, schema: Any, types: JsonTypes = JSON_TYPES, names: Names = None
     ) -> tuple[Any, NoExactForm | None]:
-        """Return the complement of a schema, or a part of the complement.
+        """Return the complement of a schema, possibly without some objects.
 
-        If the complement of a property's schema cannot be expressed, the result excludes the
-        objects that violate `schema` only by the value of this property. The result still includes
-        the objects that violate `schema` because they lack the property.
+        The complement contains the objects with an invalid property. If the complement of a
+        property's schema cannot be expressed, the result leaves out the objects that violate
+        `schema` only by the value of this property. Everything else in the complement is included,
+        or `NoExactForm` is raised.
 
         Parameters
         ----------
@@ -128,13 +129,14 @@ class Negation:
         Returns
         -------
         tuple
-            The complement as a schema, and the error of the first part that is missing in it. The
+            The schema, and the error of the first property whose schema has no complement. The
             error is None if the complement is complete.
 
         Raises
         ------
         NoExactForm
-            The result would allow no value, or another part of the complement cannot be expressed.
+            The result would allow no value, or the complement of `schema` cannot be expressed for
+            another reason.
         """
         self._omitted = []
         try:
@@ -363,7 +365,7 @@ def _with_another_property(present: tuple[str, ...], names: tuple[str, ...]) -> 
 
 
 def _other_types(schema: SchemaObject, types: JsonTypes) -> Iterator[Any]:
-    """Yield the schema of all values with a type that the ``type`` of `schema` excludes."""
+    """Yield at most one schema: that of the values of the `types` that `schema` excludes."""
     if "type" not in schema:
         return
     own_types = types_of({"type": schema["type"]})

@@ -450,8 +450,8 @@ def _is_read_exactly(value: Fraction) -> bool:
 def _read_double(value: int | float) -> float:
     """Return the double that LLGuidance reads for a number.
 
-    LLGuidance divides or multiplies the digits by a power of 10, so as many as three roundings
-    occur.
+    LLGuidance divides or multiplies the digits by a power of 10. Each of the two factors and the
+    result may be rounded to a double, so the value may differ from the nearest double.
     """
     if isinstance(value, int):
         return float(value)

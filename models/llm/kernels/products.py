@@ -161,7 +161,8 @@ class Products:
             Array float32[R, stride] that receives a copy of the result, and the first column to
             write; None for no copy.
         norm
-            Norm of the result for the next product; None to compute no norm.
+            Norm of the result for the next product, which may be folded into this product (`Norm`);
+            None to compute no norm.
         name
             Node name and prefix of error messages.
 
