@@ -92,9 +92,9 @@ def _always_waits(body: str) -> bool:
     """
     for call in _WAIT.finditer(body):
         before = _without_blocks(body[: call.start()].strip())
-        # The brace of the kernel must be the only open one. The text before the call must end in
-        # `{` or `;`; it ends in another character if the call belongs to an `if` or loop without
-        # braces.
+        # At the call of wait_for_previous_kernel(), the brace of the kernel must be the only open
+        # one. The text before the call must end in `{` or `;`; it ends in another character if the
+        # call belongs to an `if` or loop without braces.
         is_inside = before.startswith("{") and before.count("{") == 1
         if is_inside and before.rstrip()[-1] in "{;" and not _RETURN.search(before):
             return True

@@ -246,7 +246,7 @@ def _resolve(references: References, pointer: str, keyword: str, reference: Any)
 def finite_values(
     parts: list[tuple[str, SchemaObject]], references: References
 ) -> Callable[[Any], bool]:
-    """Return a predicate that tells whether a schema of a document allows any finite value.
+    """Return a predicate: whether a given schema of a document allows any finite value.
 
     `parts` are all subschemas of the document; parents precede children. The function computes a
     least fixed point over them. A subschema has a finite value if everything that it requires has a

@@ -187,8 +187,10 @@ class _Lowering:
     ) -> Piece:
         """Return the piece that matches free text.
 
-        The free text contains none of the strings in `excluded` and `ends`, and begins with none of
-        the strings in `excluded_starts`.
+        The free text contains none of the strings in `excluded`, begins with none of the strings in
+        `excluded_starts`, and has at most `max_chars` characters; None sets no limit. `ends` are
+        the texts that may follow it; the free text contains none of them either. `LoweringError` is
+        raised if `ends` is None, that is, if the free text would be repeated.
         """
         if ends is None:
             raise LoweringError("LLGuidance cannot repeat free text")
@@ -297,8 +299,8 @@ class _Lowering:
         name = parts[0][0]
         token = _special_piece(f"<[{self._special[name]}]>")
         if len(parts) > 1 and not parts[1][1]:
-            # Join the name and the text after it. Free text before the tag ends at the tag's
-            # trigger, which must be in one piece and may be longer than the name.
+            # Join the name of the special token and the text after it to one piece. A trigger of
+            # the tag may consist of both, and must lie in one piece.
             return [[constant(name + parts[1][0]), *pieces[2:]], [token, *pieces[1:]]]
         return [[constant(name), *pieces[1:]], [token, *pieces[1:]]]
 

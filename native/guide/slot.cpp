@@ -220,8 +220,9 @@ bool OrderServer::step_to(SlotWork& work, int j) const noexcept {
   return (work.closed & bit(j)) == 0;
 }
 
-// Accepts forced tokens as drafts one after the other and fills the mask row after each draft. Only
-// the row after draft K, the last possible draft, is left to the open step of the next replay.
+// Accepts forced tokens as drafts one after the other and fills the mask row after each draft. The
+// row after draft K, the last possible draft, is not filled here: no draft follows it, so the open
+// step of the next replay (invariant 1 of worker.h) fills it before verification.
 void OrderServer::follow_forced(SlotWork& work) const noexcept {
   for (int j = 1; j < exchange_.drafts() && is_filled(work, j - 1); ++j) {
     const int32_t token = work.rows.forced[at(j - 1)];

@@ -182,9 +182,9 @@ class Worker {
   static constexpr int64_t kMaxMemory = int64_t{256} << 20;
 
   // `ring` is the maximum number of replays that are published but not retired. `threads` is the
-  // maximum number of threads that serve the slots of one step. If there is no budget, the thread
-  // that runs the step is one of them. With a budget, it is not: it serves only the orders of
-  // trusted grammars (invariant 7). OrderServer describes `forced` and `follow_forced`.
+  // maximum number of threads that serve the slots of one step. Without a budget, the thread that
+  // runs the step is one of them. With a budget, it is not: it serves only the orders of trusted
+  // grammars (invariant 7). OrderServer describes `forced` and `follow_forced`.
   Worker(const Exchange& exchange, int ring, int threads, const Budget& budget,
          std::shared_ptr<const Forced> forced, bool follow_forced);
   ~Worker();

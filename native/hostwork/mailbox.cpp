@@ -165,8 +165,8 @@ void Port::serve(std::uint32_t seq) noexcept {
 }
 
 void Port::launching() noexcept {
-  // If all requests of earlier launches are answered, the next request is that of this launch, and
-  // its replay deadline starts now.
+  // Each launch posts one request. If all earlier requests have been answered, the next one is that
+  // of the launch that begins now, and its replay deadline starts now.
   const std::int64_t ahead = requests_after(last_closed(), state_->announced());
   if (ahead == 0 || ahead == 1) due_since_ns_.store(monotonic_ns(), std::memory_order_relaxed);
   worker_->wake();

@@ -49,8 +49,9 @@ class StreamFences {
   }
   // Begins a period and returns its number.
   std::uint64_t next_period() { return ++period_; }
-  // Records and queries the events. Returns whether the streams were idle. Streams that are
-  // capturing are left out, because querying captured work would invalidate the capture.
+  // Records the event of each stream, unless its last record is still pending, and queries it.
+  // Returns whether all streams were idle. Streams that are capturing are left out, because
+  // querying captured work would invalidate the capture.
   bool update() {
     bool idle = true;
     for (Fence& fence : streams_) {

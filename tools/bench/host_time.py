@@ -7,9 +7,9 @@ The engine's scheduler runs rounds of `batch` requests on a device that needs no
 commits one token per request. The times therefore include only work of the host that a GPU may have
 to wait for. They do not include the launch of the graph.
 
-Each case is measured four times: without and with cached pages, each without and with waiting
-requests. The prompts of the waiting requests begin with cached pages if there are any, except in
-the case "too few pages".
+Each case of `CASES` is measured four times: without and with pages in the prefix cache, each
+without and with waiting requests. If there are cached pages, the prompts of the waiting requests
+begin with tokens of these pages. In the case "too few pages", they do not.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ _MAX_EXACT = 1 << 53
 _MAX_INTEGER = (1 << 63) - 1  # largest number in LLGuidance's patterns of numbers
 _LARGEST_DOUBLE = (1 << 63) - 1024  # largest double below 2**63
 _LARGEST = "9.22e18"
-#: If a lower bound is at least this large, LLGuidance needs an upper bound, too, which
-#: `_within_64_bits` adds. An upper bound of at most the negative value needs a lower bound.
+#: If a lower bound is at least _MANY_DIGITS, LLGuidance needs an upper bound, too. Similarly, an
+#: upper bound of at most -_MANY_DIGITS needs a lower bound. `_within_64_bits` adds these bounds.
 _MANY_DIGITS = 10**18
-_DOUBLE_DIGITS = 15
+_DOUBLE_DIGITS = 15  # number of decimal digits that every double represents exactly
 _MAX_EXPONENT = 300  # LLGuidance is assumed to read numbers with a larger exponent inexactly
 #: Smallest absolute value of a bound. LLGuidance nests the pattern of a bound once per digit, so
 #: smaller bounds would be nested too deeply.
@@ -85,7 +85,7 @@ class Numbers:
                 self._bounds |= _named_numbers(part)
 
     def values(self, values: list[Any]) -> list[Any]:
-        """Return the values of an ``enum`` that LLGuidance allows without changing a number."""
+        """Return those values of an ``enum`` whose numbers LLGuidance writes exactly."""
         return [value for value in values if self._is_written_exactly(value)]
 
     def restrict(self, schema: SchemaObject, types: JsonTypes) -> Restricted:
@@ -281,7 +281,7 @@ class Numbers:
         return _Bound(value, False, bound.keyword)
 
     def _is_written_exactly(self, value: Any) -> bool:
-        """Return whether LLGuidance allows a value of an ``enum`` without changing a number."""
+        """Return whether LLGuidance writes the numbers in a value of an ``enum`` exactly."""
         if isinstance(value, list):
             return all(map(self._is_written_exactly, value))
         if isinstance(value, dict):

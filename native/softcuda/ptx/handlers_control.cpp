@@ -225,9 +225,9 @@ namespace {
 
 const Instr* no_operation(Warp&, const Instr* in) { return in + 1; }
 
-// Splits the lanes that run (the running group) by branch target. Each active lane goes to
-// target(lane), which is null after a fault. Inactive lanes go to the next instruction. The lanes
-// with the lowest target continue as the running group.
+// Splits the running group of lanes by branch target. Lanes whose guard predicate is true go to
+// target(lane), which is null after a fault. The other lanes of the group go to the next
+// instruction. The lanes with the lowest target continue as the running group.
 template <class F>
 const Instr* branch_by_lane(Warp& w, const Instr* in, F target) {
   const uint32_t active = active_lanes(w, in);

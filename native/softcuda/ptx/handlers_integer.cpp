@@ -430,7 +430,8 @@ const Instr* lop3(Warp& w, const Instr* in) {
   return in + 1;
 }
 
-// prmt. `in->kind` is the mode: an index into the table below, 0 for the mode without a suffix.
+// Computes prmt in one lane. `mode` is an index into the table below; 0 is the mode without a
+// suffix.
 inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selector, unsigned mode) {
   constexpr uint32_t kSelectors[7][4] = {
       {0, 0, 0, 0},                      // general

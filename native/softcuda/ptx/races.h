@@ -67,8 +67,8 @@ struct GlobalAccess {
   bool wide = false;  // scope .gpu or .sys
 };
 
-// The last accesses of the words of global memory in one launch, and the clocks that its blocks
-// have published in these words.
+// For the words of global memory that one launch accesses: their last accesses, and the vector
+// clocks that strong writes of its blocks have published in them.
 class GlobalRaces {
  public:
   explicit GlobalRaces(const Kernel& kernel) : kernel_(kernel) {}

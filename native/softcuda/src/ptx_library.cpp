@@ -267,8 +267,8 @@ void begin_launch(Op& op) {
   const softcuda_ptx_kernel* kernel = op.work.kernel->function->ptx;
   auto launch = std::make_shared<Launch>();
   launch->log = op.precedes_programmatically ? std::make_shared<AccessLog>(kernel) : op.log;
-  // A kernel for an architecture without griddepcontrol starts after the preceding kernel has
-  // completed, so its accesses need no check against the logged accesses of that kernel.
+  // A kernel that can execute griddepcontrol.wait may start before the preceding kernels have
+  // completed, so its accesses are checked against the logged accesses of these kernels.
   if (kernel->waits_for_grid) {
     launch->preceding = op.unordered;
     for (const Op* primary : op.primaries) {

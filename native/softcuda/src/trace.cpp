@@ -77,8 +77,8 @@ SC_EXPORT void softcuda_trace(size_t capacity) {
   g_buffer.lost = 0;
 }
 
-// Copies up to `n` spans to `out`, in the order of their end times. Returns the number of recorded
-// spans.
+// Copies up to `n` spans to `out`, in the order of their end times. Returns the number of spans in
+// the buffer, which may be greater than `n`.
 SC_EXPORT size_t softcuda_trace_read(softcuda_span* out, size_t n) {
   const std::vector<std::shared_ptr<Exec>> execs = graph_execs.all();
   std::lock_guard<std::mutex> graphs_lock(graph_mutex);

@@ -59,8 +59,9 @@ class Llama3Json(ToolFormat):
     def calls(self, tools: ToolChoice) -> Format:
         """Return the structural format of calls that begin with a tag.
 
-        The request also allows an output that consists of other JSON. A tag at the beginning
-        distinguishes calls from this JSON.
+        This format is an alternative to the output that the request's own grammar allows, which may
+        be JSON too. The tag (``<|python_tag|>`` or ``<function=...>``) at the beginning
+        distinguishes calls from such an output.
         """
         functions = []
         for function in tools.functions:
