@@ -30,15 +30,17 @@ _LINE_WORDS = 16  # 32-bit words of a cache line
 class Exchange:
     """Records of all slots at fixed addresses, and the mask rows.
 
-    A mask row covers the `vocab_size` token ids V. The draft mode determines which records exist
-    and their sizes. S is the number of slots.
+    A mask row has one bit for each of the `vocab_size` token ids, in `words` 32-bit words. The
+    draft mode determines which records exist and their sizes. S is the number of slots, and `rows`
+    the number of mask rows per slot.
 
     Attributes
     ----------
     layout
         ``ExchangeLayout``, passed to kernels by value.
     memory
-        int32: the records, [S, layout.stride], followed by the mask rows.
+        int32: the records, [S, layout.stride] with all records of a slot in one row, followed by
+        the mask rows.
     stamps
         RowStamp [S, rows]: stamp of each mask row.
     masks

@@ -29,7 +29,11 @@ class Node:
 
 
 class KernelLaunch(NamedTuple):
-    """Parameters of a kernel node. `packed` must live until the driver has read it."""
+    """Parameters of a kernel node.
+
+    `packed` owns the values of the kernel's arguments. It must live until the driver has copied
+    them.
+    """
 
     function: Any
     grid: tuple[int, int, int]

@@ -23,7 +23,8 @@ from graft.native import _native
 TRANSPORTS = ("auto", "native", "mailbox", "spinkernel")
 #: Transports that use a worker thread, in the order in which "auto" tries them.
 WORKER_TRANSPORTS = ("mailbox", "spinkernel")
-#: First letters of environment variables that change how a driver runs a transport.
+#: Prefixes of the environment variables that can change whether a transport works with the driver.
+#: A stored result of a probe is used only if they have the same values.
 DRIVER_VARIABLES = ("CUDA_", "SOFTCUDA_")
 REPLAYS = 3
 REPLAY_LIMIT_S = 2.0

@@ -69,9 +69,10 @@ def prepare(spec: Spec, special: Mapping[str, int], automata: bool) -> Prepared:
     The function runs in a child process.
 
     `special` contains ids of special tokens by name. Where the begin, end or trigger text of a tag
-    contains such a name, the grammar allows the name and the token. If `automata` is False, no
-    automaton is built. Raise `GrammarError` if LLGuidance refuses the grammar, or if LLGuidance
-    warns that it cannot enforce a part of the grammar and the specification is not `partial`.
+    contains such a name, the grammar allows either the text of the name or the special token. If
+    `automata` is False, no automaton is built. Raise `GrammarError` if LLGuidance refuses the
+    grammar, or if LLGuidance warns that it cannot enforce a part of the grammar and the
+    specification is not `partial`.
     """
     grammar = resolve_for_backend(spec, "llguidance")
     if spec.kind == "json_schema" and not grammar.rules:

@@ -198,10 +198,11 @@ class Replays:
     ) -> None:
         """Publish the slot of each batch row and launch one replay.
 
-        The number of the replay is written into the ring entries and into the snapshot of the
-        grammar matchers. A replay that reads a different number there treats every row as padding.
-        If an unread replay still uses the next entry of a ring, the ring raises an error before
-        anything is overwritten.
+        The host and the device exchange inputs and outputs through rings in pinned memory, with one
+        entry per replay. The number of the replay is written into its entries and into the snapshot
+        of the grammar matchers. A replay that reads a different number there treats every row as
+        padding. If an unread replay still uses the next entry of a ring, the ring raises an error
+        before anything is overwritten.
 
         Parameters
         ----------

@@ -109,7 +109,10 @@ class Outbox:
         self._claimed.add(submission)
 
     def release(self, submissions: Iterable[int]) -> None:
-        """End the claims on requests, and drop their events that have not been fetched."""
+        """Undo `claim` for requests, and drop their events that have not been fetched.
+
+        `submissions` are the submission numbers of the requests.
+        """
         for submission in submissions:
             self._claimed.discard(submission)
             self._events.pop(submission, None)

@@ -226,8 +226,9 @@ class SlotManager:
             # `available` includes the unused cached pages. Those that the request itself will use
             # cannot be evicted for it, so they are added to the needed pages.
             needed = num_pages - num_cached + num_unused
-            # This check is necessary but not sufficient: `num_spare` is at least `num_assigned`. It
-            # comes first, because `num_spare` takes longer to compute.
+            # The assigned requests keep `num_spare` pages, at least one each. The check with
+            # `num_assigned` is therefore weaker than the check below. It comes first, because
+            # `num_spare` takes longer to compute.
             if needed > available - self.num_assigned:
                 continue
             if num_spare is None:

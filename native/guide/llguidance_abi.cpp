@@ -21,15 +21,16 @@
 // 5. LLGuidance caches the last mask and returns it again for a state whose parser row and lexer
 //    state have the same numbers. In release 1.9.1, rollback does not invalidate this cache. If
 //    other tokens are accepted after a rollback, a new parser row can have the number of an undone
-//    row, and LLGuidance may return the mask of the undone row. This cannot happen in a state on
-//    the path of tokens to the state of the cached mask, because equal row numbers mean the same
-//    row on this path. On a path that forks off from it, a computed mask that equals the cached one
-//    may be wrong. The matcher then computes a mask at or before the fork, which replaces the
-//    cached mask, and computes the suspect mask again.
-//    If the grammar has ended, LLGuidance does not cache the mask that it computes. A mask that
-//    allows a token with text is certainly cached, because the grammar has not ended. After any
-//    other mask, it is not known whether LLGuidance has cached this mask or still has the previous
-//    one.
+//    row, and LLGuidance may return the mask of the undone row.
+//    Let T be the tokens that had been accepted when the cached mask was computed. If the tokens
+//    that are accepted now are the first tokens of T, equal row numbers mean the same row, and the
+//    returned mask is right. If they differ from T after a common beginning (the fork), a returned
+//    mask that equals the cached one may be wrong. The matcher then goes back to the fork or a
+//    state before it and computes the mask there, which replaces the cached mask. Afterwards, it
+//    computes the mask of its own state again.
+//    If the grammar has ended, LLGuidance does not cache the mask that it computes. If a mask
+//    allows a token with text, the grammar has not ended, so LLGuidance has cached the mask. For
+//    any other mask, it is not known whether LLGuidance has cached it or kept the previous one.
 // 6. If no token is legal, LLGuidance refuses all further calls. rollback() then makes another copy
 //    of the start state, which consumes the accepted tokens again. It does the same if the grammar
 //    has lexemes that LLGuidance cannot roll back.

@@ -122,8 +122,8 @@ int replay(const ReplayOptions& options, std::size_t count, Samples* out) {
                                options.body_written + options.callbacks);
     }
   }
-  // The busy thread records a gap when it next calls tick(). Wait for this call, so that the last
-  // gap is recorded.
+  // A gap (a long time without a call of tick()) is recorded by the call that ends it. Wait for
+  // this call, so that the last gap is recorded.
   if (options.busy) await_busy_thread();
   return 0;
 }

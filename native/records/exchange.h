@@ -73,14 +73,15 @@ struct Drafted {
   int count;
 };
 
-// Candidate ids that the grammar tests, most likely first. "Lattice" means that the candidates of
+// Candidate ids that the grammar tests, most likely first. The draft mode determines the meaning of
+// `draft` and `count`, and the words that follow the struct. "Lattice" means that the candidates of
 // all levels are tested in one step.
 //
 //   mode           draft             count             words that follow
 //   chain, probe   number of draft   number of ids     ids
 //   tree, probe    level             number of nodes   ids [branch][candidates]
-//   lattice        maximum drafts    number of levels  ids [levels][candidates], then their
-//                                                      probabilities, float [levels][candidates]
+//   lattice        maximum number    number of levels  ids [levels][candidates], then their
+//                  of drafts                           probabilities, float [levels][candidates]
 //
 // The ids of a node or level end at the first -1.
 struct Candidates {

@@ -15,18 +15,20 @@
 #include "row.cuh"
 #include "slot.cuh"
 
-// Tests all drafts of a chain in parallel, one forward row per block row (blockIdx.x).
+// Tests all drafts of a chain in parallel. The blocks with the same blockIdx.x test one draft: the
+// forward row r = blockIdx.x belongs to batch row b and its draft j (see map_entry).
 //
-// Forward row r belongs to batch row b and its draft j (see map_entry), and tests draft j. Let d_i
-// be draft i, p_i and q_i the target and draft distributions of its token, and g the number of
-// drafts before the first target row that has no distribution (row_ok). Then
+// Draft i passes its test with probability h_i. The LAST draft that passes is the last accepted
+// draft, and the next token is sampled from the residual max(P p - q, 0). This is block
+// verification (Sun et al., ICLR 2025, arXiv 2403.10444):
 //
 //   P_0 = 1    P_i = min(1, P_{i-1} p_i(d_i) / q_i(d_i))
-//   R_i = sum max(P_i p_{i+1} - q_{i+1}, 0)    h_i = R_i / (R_i + 1 - P_i)    h_g = P_g
+//   R_i = sum over ids x of max(P_i p_{i+1}(x) - q_{i+1}(x), 0)
+//   h_i = R_i / (R_i + 1 - P_i) for i < g    h_g = P_g
 //
-// and draft i passes with probability h_i. This is block verification (Sun et al., ICLR 2025,
-// arXiv 2403.10444). The LAST draft that passes is the last accepted draft, and the next token is
-// sampled from the residual max(P p - q, 0).
+// Here d_i is draft i, and p_i and q_i are the target and draft distributions of its token. Only
+// the first g drafts are tested: drafts 1 to g have a target distribution (row_ok), draft g + 1 has
+// none or does not exist.
 //
 // At least i drafts are accepted with probability P_i, whatever the length of the chain. The chain
 // may therefore end at any row, for example at a row that is not ready or at a stop id. The row at

@@ -422,8 +422,9 @@ class RequestParser:
         the grammar allows nothing else.
         """
         if has_grammar:
-            # This `min_tokens` applies to stop ids only. Stop strings still end the output after
-            # the request's own `min_tokens`, which is the value of `stop_after`.
+            # A stop id does not end the output before `min_tokens` tokens, here the maximum. Stop
+            # strings are not affected: they end the output after the request's own `min_tokens`,
+            # which is passed as `stop_after`.
             return {
                 "min_tokens": options["max_tokens"] or 2**31 - 1,
                 "stop_after": options.get("min_tokens", 0),

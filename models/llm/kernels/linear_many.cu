@@ -103,9 +103,10 @@ struct StageIterator {
 // time and use the same weights, so the weights are read from memory only once. With SPLIT_X, a row
 // of x takes two rows of the mma operand B, so a block has half as many rows of x.
 //
-// With split K, several blocks compute one tile. They write their partial sums to `partials`
-// [tiles, PARTS, ROW_BLOCK, 128], except that the first block of a tile writes only the total of
-// its partial sums. The last block of a tile to arrive adds the partial sums in order. `arrived`
+// With split K, several blocks compute one tile. Each computes some of the PARTS partial sums of an
+// output. The block with the first parts adds its own ones in order and writes the total to
+// `partials` [tiles, PARTS, ROW_BLOCK, 128]. The other blocks write each partial sum by itself, so
+// that the last block of a tile to arrive can add them to the total in order. `arrived`
 // [tiles] counts the blocks that have arrived; it must be zero and is left zero. linear_mma.cuh
 // documents the other arguments.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESSOR)

@@ -62,13 +62,15 @@ class Samples(NamedTuple):
     #: int64 [replays].
     join: np.ndarray
 
-    #: Nanoseconds from the entry of the host function to its body, and from the body to the return
-    #: of the host function; int64 [replays, callbacks, 2]. None if hops are not recorded.
+    #: The two parts of each hop, in nanoseconds: from the entry of the host function to its body,
+    #: and from the end of the body to the return of the host function; int64 [replays, callbacks,
+    #: 2]. None if hops are not recorded.
     hop: np.ndarray | None
 
     #: CLOCK_MONOTONIC in nanoseconds at which a callback began, and at which the previous callback
     #: ended; int64 [n, 2]. If the body is a Python function and hops are recorded, there is one
-    #: entry per callback. Otherwise, there is one entry per replay, whose launch is the beginning.
+    #: entry per callback. Otherwise, there is one entry per replay, and its first time is that of
+    #: the launch.
     begun: np.ndarray
 
 

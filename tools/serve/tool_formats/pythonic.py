@@ -141,7 +141,8 @@ def _value(parameter: Parameter) -> Format:
 def _listed_texts(schema: Mapping[str, Any]) -> list[str]:
     """Return the Python literals of the strings, booleans and nulls in ``enum`` or ``const``.
 
-    Strings that would need escapes are left out, because they are generated as JSON.
+    Strings that would need escapes in a Python literal are left out. `_value` also allows all
+    values of the schema as JSON, so these strings can be written as JSON.
     """
     keywords = constraints(schema)
     keyword = "const" if "const" in keywords else "enum"
