@@ -59,9 +59,10 @@ def test_last():
 CONFTEST = "from graft.tools.gpu_first.plugin import figure\n"
 
 
-def run_file(folder, fault, **limits):
+def run_file(folder, fault, conftest=True, **limits):
     """Run `TEST_FILE` with a fault; return the outcome by test, the results and the last status."""
-    (folder / "conftest.py").write_text(CONFTEST)
+    if conftest:
+        (folder / "conftest.py").write_text(CONFTEST)
     path = folder / "test_it.py"
     path.write_text(TEST_FILE.replace("FAULT", fault))
     out = folder / "out"
@@ -77,7 +78,7 @@ def run_file(folder, fault, **limits):
     ("fault", "limit_s", "message"),
     [
         ("os.abort()", 30, "exit status -6"),
-        ("os._exit(0)", 30, ""),
+        ("os._exit(0)", 30, "the process ended during the test"),
         pytest.param("sys.exit(0)", 30, "SystemExit", marks=pytest.mark.full),
         ("time.sleep(600)", 1, "timed out after 1 s"),
     ],
@@ -128,6 +129,21 @@ def test_runner_starts_a_new_process_after_a_lost_device(tmp_path):
     ends, _, problem = run_file(tmp_path, fault)
     assert problem == "" and ends["test_last"]["outcome"] == "passed"
     assert ends["test_faulty"]["message"].endswith("(the device is lost)")
+
+
+def test_runner_continues_after_a_crash_between_tests(tmp_path):
+    """The exit status begins like that of failed tests."""
+    (tmp_path / "conftest.py").write_text(
+        "import os\n"
+        "import pytest\n"
+        "from graft.tools.gpu_first.plugin import figure\n"
+        "@pytest.hookimpl(trylast=True)\n"
+        "def pytest_runtest_logfinish(nodeid):\n"
+        "    if 'test_failing' in nodeid:\n"
+        "        os._exit(139)\n"
+    )
+    ends, _, problem = run_file(tmp_path, "pass", conftest=False)
+    assert problem == "" and ends["test_last"]["outcome"] == "passed"
 
 
 def test_runner_reports_a_file_that_cannot_be_collected(tmp_path):
@@ -442,6 +458,14 @@ def test_run_starts_without_the_native_module_and_cupy(tmp_path):
     assert outcomes["versions"] == outcomes["driver"] == "passed"
 
 
+def is_running(pid):
+    """Return whether a process exists and is no zombie."""
+    try:
+        return Path("/proc", pid, "stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
 @pytest.mark.parametrize("section", ["stage0", "modes"])
 def test_terminated_run_writes_its_archive(tmp_path, section):
     """SIGTERM ends the program or the test file that runs, and the logs so far are kept."""
@@ -470,5 +494,5 @@ def test_terminated_run_writes_its_archive(tmp_path, section):
     with tarfile.open(tmp_path / "out" / "files.tar.gz") as archive:
         logs = [archive.extractfile(file).read() for file in archive if file.name.endswith(".log")]
     assert any(log.startswith(b"running") for log in logs)
-    stat = Path("/proc", pid.read_text(), "stat")
-    assert not stat.exists() or stat.read_text().split()[2] == "Z"
+    while is_running(pid.read_text()):
+        time.sleep(0.02)

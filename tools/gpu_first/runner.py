@@ -35,6 +35,10 @@ KILL_S = 10.0
 #: Maximum number of characters of a message.
 MAX_MESSAGE = 2000
 
+#: Statuses of pytest if tests have failed, and if there are no tests left.
+TESTS_FAILED = "exit status 1"
+NO_TESTS = "exit status 5"
+
 Report = Callable[[dict[str, Any]], None]
 
 _children: set[subprocess.Popen[bytes]] = set()
@@ -69,6 +73,8 @@ def run_command(
     driver_log = log.with_suffix(".cuda")
     variables = {**os.environ, "CUDA_LOG_FILE": str(driver_log), **(environment or {})}
     end = time.monotonic() + limit_s
+    if _stopped:
+        return "the run was stopped"
     with log.open("ab") as file:
         try:
             child = subprocess.Popen(
@@ -84,7 +90,7 @@ def run_command(
         _children.add(child)
         reason = ""
         try:
-            if _stopped:
+            if _stopped:  # since the child was started
                 reason = "the run was stopped"
             while child.poll() is None and not reason:
                 time.sleep(POLL_S)
@@ -162,18 +168,19 @@ def run_test_file(
     while True:
         begun = len(read_lines(results))
         reason = run_command(command, log, end - time.monotonic(), environment, watch)
+        status = reason.partition(";")[0]
         lines = read_lines(results)
         test = _running_test(lines)
         failed = any(line.get("outcome") == "failed" for line in lines[begun:])
         if test is not None:
-            line = {"event": "end", "test": test["test"], "outcome": "failed", "message": reason}
+            message = reason or "the process ended during the test"
+            line = {"event": "end", "test": test["test"], "outcome": "failed", "message": message}
             append_line(results, {**line, "seconds": time.monotonic() - test["time"]})
             watch()
-        elif not reason or (reason.startswith("exit status 1") and failed):
+        elif status in ("", NO_TESTS) or (status == TESTS_FAILED and failed):
             return ""
-        elif reason.startswith("exit status 5") or lines[begun:] == []:
-            no_tests = reason.startswith("exit status 5")
-            return "" if no_tests else f"{reason}: {_tail(log)}"
+        elif not lines[begun:]:  # a further process would fail as well
+            return f"{reason}: {_tail(log)}"
         if end - time.monotonic() < MIN_S:
             return reason
 
