@@ -81,9 +81,10 @@ class Marker:
     skips_space: bool = False
 
     def ids(self, vocabulary: Vocabulary) -> tuple[int, ...]:
-        """Return the ids of the tokens that end the free text by themselves.
+        """Return the ids of the tokens that are a complete marker, which ends the free text.
 
-        These are `token`, and the added token whose text is `text`.
+        These are the attribute `token`, and the id of the added token whose text is the attribute
+        `text`, if there are any.
 
         Raises
         ------

@@ -55,7 +55,8 @@ _MAX_STATES = 2000
 #: takes one step for each of its positions and each character class that the position matches.
 _MAX_STEPS = 500_000
 
-#: Maximum number of positions (`_Positions`) of a terminal in a recursive grammar.
+#: Maximum number of positions of the Glushkov automaton (`_Positions`) of a terminal in a recursive
+#: grammar. A part with more positions does not become a terminal.
 _MAX_POSITIONS = 2000
 
 

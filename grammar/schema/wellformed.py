@@ -295,10 +295,11 @@ def _check_finite(
 def _endless_keyword(
     part: SchemaObject, is_finite: Callable[[Any], bool], references: References
 ) -> tuple[str, Any] | None:
-    """Return a keyword that no finite value satisfies, and the subschema in it that causes this.
+    """Return a keyword of `part` that no finite value satisfies, and the subschema responsible.
 
-    Return None if a finite value satisfies `part`. `is_finite` tells whether a finite value
-    satisfies another subschema.
+    The subschema is part of the keyword's value, or the target of the reference. Return None if a
+    finite value satisfies `part`. `is_finite` returns whether a finite value satisfies the schema
+    that it gets.
     """
     if "$ref" in part:  # older drafts ignore the keywords next to $ref
         reference = part["$ref"]

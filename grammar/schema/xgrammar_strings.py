@@ -54,10 +54,11 @@ class UnsafeString(NamedTuple):
 def unsafe_strings(
     schema: Any, assert_formats: bool | None, *, raw: bool = False
 ) -> Iterator[UnsafeString]:
-    """Yield the keywords with which XGrammar would allow strings that are not JSON or not valid.
+    """Yield the keywords with which XGrammar would allow strings that it should not allow.
 
-    With `raw`, the properties of the outermost object are not checked, because the style of the
-    structural format writes their strings as plain text.
+    Such strings are not JSON, or do not have the required ``format``. With `raw`, the properties of
+    the outermost object are not checked: it is written in a style of a structural format, such as
+    XML, in which their strings are plain text and not JSON.
     """
     if assert_formats is None:
         assert_formats = dialect(schema, 7) <= 7

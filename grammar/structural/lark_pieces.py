@@ -324,10 +324,11 @@ def _starts(pieces: Sequence[Piece]) -> frozenset[str] | None:
 
 
 def _last_pieces(pieces: Sequence[Piece]) -> list[Piece]:
-    """Return the pieces of a sequence after which all other pieces can be empty.
+    """Return the pieces with which a match of the sequence can end, the last one first.
 
-    A match of the sequence ends with one of them. The lexer sees where the earlier pieces end, so
-    only these pieces determine how a match can be extended.
+    These are the last piece and, if all pieces after a piece can match the empty text, this piece.
+    The lexer sees where all other pieces end, so only the returned pieces determine how a match can
+    be extended.
     """
     found = []
     for piece in reversed(pieces):

@@ -313,8 +313,9 @@ class ChildProcess:
             name = signal.Signals(-status).name
             return ChildUnavailable(f"the child process was killed by another process ({name})")
         if self._peak_bytes > self.memory_bytes / 2:
-            # The process has probably ended because its memory was exhausted: some libraries then
-            # call abort(), and the dynamic linker exits.
+            # The process has probably ended because its memory was exhausted. Such a process need
+            # not end by a signal of `_CRASHES`: the dynamic linker exits with a status instead, and
+            # some libraries call abort().
             return ChildLost(f"needs more than {self._memory_limit()}")
         if status < 0 and status != -signal.SIGABRT:  # SIGABRT: a library has called abort()
             name = signal.Signals(-status).name

@@ -258,9 +258,10 @@ class Grammar {
     return Handle(api.clone(start_.get()));
   }
 
-  // Resets the matcher of a finished request and makes it the matcher that start() copies. Drops it
-  // instead if kMaxReuses is reached, or if it cannot be made to cache the mask of the start state.
-  // The caller must not hold the GIL.
+  // Makes the matcher of a finished request, reset to the start state, the one that start() copies,
+  // because its lexer already has states that other requests need (invariant 3). Drops the matcher
+  // if kMaxReuses matchers have been reused, or if LLGuidance does not cache the mask of the start
+  // state when it computes this mask. The caller must not hold the GIL.
   void reuse(Handle matcher) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -407,8 +408,9 @@ class LLGuidanceMatcher final : public NativeMatcher {
     uint32_t checksum = 0;
     bool is_cached = false;
   };
-  // Describes the mask that LLGuidance caches (invariant 5 of this file). This is the last mask
-  // with ComputedMask::is_cached or, if `may_be_replaced` is true, possibly a later mask.
+  // What is known about the one mask in LLGuidance's cache (invariant 5 of this file). It is the
+  // last mask with ComputedMask::is_cached. If later masks have been computed without is_cached
+  // (`may_be_replaced`), it may also be one of these.
   struct CachedMask {
     static constexpr size_t kNowhere = SIZE_MAX;
 

@@ -80,9 +80,10 @@ class Marker {
   // it.
   enum class Opening { kNone, kPartial, kComplete, kIllegal };
 
-  // Result of opening_step(). For kPartial, `state` is the argument `state` of the next call of
-  // opening_step(). For kComplete, it is the state of the scanner for the marker after the token,
-  // and `found` says whether the token also completes the marker.
+  // Result of opening_step(), which reads one token of the opening. For kPartial, `state` must be
+  // passed to the next call of opening_step(). For kComplete, the token completes the opening:
+  // `state` must be passed to the next call of step(), which searches for the marker, and `found`
+  // says whether the token has already completed the marker, too.
   struct OpeningStep {
     Opening result;
     int32_t state;

@@ -52,8 +52,9 @@ MINIMAL_STRINGS = {
 
 
 def minimal(rng: random.Random, depth: int) -> tuple[Schema, Json]:
-    """Return a random schema and its minimal answer, for tasks without data.
+    """Return a random schema and the smallest value that it allows.
 
+    In a task whose prompt has a schema but no data to extract, this value is the correct answer.
     `depth` is the maximum nesting depth.
     """
     form = rng.randrange(11 if depth else 8)
