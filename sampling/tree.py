@@ -32,12 +32,12 @@ _MAX_PLAN_BRANCH = 16
 class TreePlan(NamedTuple):
     """Bounds of a draft tree, or its exact shape.
 
-    `branch` is the maximum number of children per node, and of nodes that are fed to the drafter
-    per level. `levels` is the maximum depth of a draft.
+    A node has at most `branch` children, and the drafter reads at most `branch` nodes of each
+    level. `levels` is the maximum depth of a draft.
 
-    A fixed tree has one path per draft: the ranks of the nodes from level 1 to the draft, where
-    rank 0 is the most likely child of its parent. Paths are sorted by length, then by rank. Without
-    paths, the most likely nodes become drafts.
+    `paths` is the exact shape of a fixed tree. It has one path per draft: the ranks of the nodes
+    from level 1 to the draft, where rank 0 is the most likely child of its parent. Paths are sorted
+    by length, then by rank. Without paths, the most likely nodes become drafts.
     """
 
     branch: int

@@ -321,10 +321,10 @@ class GraphBase(ABC):
             self.child_graphs[index] = child
 
     def tail(self, lane: str) -> tuple[int, ...]:
-        """Return the indices of the nodes that a mark at the current end of a lane refers to.
+        """Return the indices of the last nodes of a lane, for a mark (`GraphLane.record`).
 
         Lanes that wait for the mark depend on these nodes, and so does the next node of this lane.
-        Because of the mark, the edge to this next node is not programmatic.
+        After this call, the edge to this next node cannot be programmatic.
         """
         with self._lock:
             self._kernel_tails.discard(lane)

@@ -89,7 +89,10 @@ class PrefixCache:
 
     @property
     def version(self) -> tuple[int, int]:
-        """A value that changes whenever the cached pages or the unused pages among them change."""
+        """A value that changes when a page is cached or evicted, or becomes used or unused.
+
+        A cached page is unused while it belongs to no slot.
+        """
         return self._changes, self._caches[0].idle_version
 
     def keys(self, tokens: Sequence[int]) -> list[bytes]:

@@ -196,8 +196,9 @@ class UserDrafter(Drafter):
         The user's function is called for every active request with committed tokens. This method
         waits for the results until the deadline.
 
-        `rows` is as in `_record`; `first` int32[B] is the index in `rows` of each request's first
-        row. The outputs, int32[B, max_drafts], are the proposed ids and, in a tree, their parents.
+        `rows`, as in `_record`, has the committed tokens of all requests, and `first` int32[B] the
+        index of each request's first row in it. The outputs, int32[B, max_drafts], are the proposed
+        ids and, in a tree, their parents.
         """
         self._record(rows)
         for array in outputs:

@@ -218,7 +218,10 @@ class Yarn(Scaling):
 
 
 def _yarn_mscale(factor: float, weight: float) -> float:
-    """Return the attention factor that YaRN recommends for the scaling factor `factor`."""
+    """Return the attention factor of YaRN for the scaling factor `factor`.
+
+    `weight` is `mscale` or `mscale_all_dim` of the configuration; 1 by default.
+    """
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 

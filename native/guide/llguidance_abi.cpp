@@ -27,7 +27,7 @@
 //    returned mask is right. If they differ from T after a common beginning (the fork), a returned
 //    mask that equals the cached one may be wrong. The matcher then goes back to the fork or a
 //    state before it and computes the mask there, which replaces the cached mask. Afterwards, it
-//    computes the mask of its own state again.
+//    computes the mask of its state again.
 //    If the grammar has ended, LLGuidance does not cache the mask that it computes. If a mask
 //    allows a token with text, the grammar has not ended, so LLGuidance has cached the mask. For
 //    any other mask, it is not known whether LLGuidance has cached it or kept the previous one.

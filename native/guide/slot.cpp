@@ -286,12 +286,17 @@ void OrderServer::probe_tree(SlotWork& work) const noexcept {
 }
 
 // Finds the most likely legal drafts, at most `branch` children per node (similar to DDTree, arXiv
-// 2604.12989). The probability of a node is the product of the probabilities of the tokens on its
-// path. The probability of a token is divided by the total probability of all tokens after its
-// parent, except the candidates that the matcher has rejected. Each node has a next candidate. The
-// matcher tests the most likely one of these until there are Order::j drafts or the maximum number
-// of tests is reached. Of equally likely candidates, the one of the node with the smallest number
-// is tested first. The matcher returns to node 0.
+// 2604.12989).
+//
+// Each node has a list of candidates, most likely first. In each step, the matcher tests the first
+// untested candidate of the node for which this candidate's path has the highest probability; of
+// equal ones, that of the node with the smallest number. A legal candidate becomes a draft and a
+// node of its own. The steps end when there are Order::j drafts or the maximum number of tests is
+// reached. The matcher then returns to node 0.
+//
+// The probability of a path is the product of the probabilities of its tokens. When the matcher
+// rejects a candidate, the probabilities of the other tokens after the same node are scaled up, so
+// that their sum remains 1.
 void OrderServer::probe_lattice(SlotWork& work) const noexcept {
   struct Node {
     double score;              // probability of the node

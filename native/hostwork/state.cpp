@@ -114,9 +114,10 @@ std::int64_t GraphState::announced() const {
   return parent == nullptr ? own : own + parent->announced() - parent_launches_at_join_;
 }
 
-// A child graph uses the replay numbers of its parent. The result is added to a record's run count,
-// which includes `launched_` runs from before the child was moved into the parent, but not the
-// parent's launches from before the move.
+// Returns the number that is added to the run count of a host step to get its replay number. A
+// child graph uses the replay numbers of its parent. The run counts of its host steps include
+// `launched_` runs from before the child was moved into the parent, but not the parent's launches
+// from before the move.
 std::int64_t GraphState::base() const {
   const GraphState* parent = parent_.load(std::memory_order_acquire);
   if (parent == nullptr) return base_.load(std::memory_order_acquire);

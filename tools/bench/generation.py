@@ -72,7 +72,10 @@ class Intervals:
         self._last = 0
 
     def record(self, flight: ReplayInFlight, stamps: list[int]) -> None:
-        """Record the round `flight`, which began at device time `stamps[0]` in nanoseconds."""
+        """Record the replay `flight`, which runs one round.
+
+        `stamps[0]` is the device time at which it began, in nanoseconds.
+        """
         if flight.rows and self._last:
             self.times.append(stamps[0] - self._last)
         self._last = stamps[0] if flight.rows else 0

@@ -214,10 +214,11 @@ def throughput_by_length(configurations: Sequence[dict[str, Any]]) -> list[dict[
 def _predict_group(
     baselines: Sequence[dict[str, Any]], group: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Predict the throughput of the chains in `group`, which differ only in length.
+    """Predict the throughput of the configurations in `group`.
 
-    `baselines` has the configurations without speculation. The one with the same temperature and
-    batch size is added to the group as length 0.
+    The drafts of these configurations are chains, and they differ only in the length of the chain.
+    `baselines` has the configurations without speculation. The baseline with the same temperature
+    and batch size is added to the group as length 0.
     """
     longest = max(group, key=itemgetter("length"))
     same_run = itemgetter("temperature", "batch")

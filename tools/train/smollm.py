@@ -660,8 +660,9 @@ class Trainer:
         v.zero_()
         v[:own, :HIDDEN] = values[:own].sqrt()[:, None] * right[:own]
         o[:, :own] = left[:, :own] * values[:own].sqrt()
-        # Three heads copy tokens. They compare codes of tokens in the dimensions that the rotary
-        # embedding hardly rotates.
+        # Three heads copy tokens: they attend to entries whose feature's token equals the last
+        # token. To find them, they compare the 96-dimensional codes of tokens (`token_code`) in the
+        # dimensions that the rotary embedding hardly rotates (`slow`).
         slow = torch.cat([torch.arange(16, 32), torch.arange(48, 64)])
         copied = torch.linalg.qr(torch.randn(HIDDEN, 3 * d))[0]
         for i in range(3):

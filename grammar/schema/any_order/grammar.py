@@ -382,9 +382,10 @@ class _RuleBuilder:
         if patterns:
             why = "keys with characters that JSON escapes are not produced"
             self.excluded.append(NoExactForm("patternProperties", why))
-        # One element for the keys of each pattern, and one for the keys that match no pattern: the
-        # beginning of the Lark expression for the keys, the literals and patterns that the keys
-        # must not match, and the schemas of the values.
+        # One element for the keys that match each pattern, and one for the keys that match none.
+        # An element has three parts: the pattern as the beginning of a Lark expression for the keys
+        # (`any_key` is appended), the literals and patterns that the keys must not match, and the
+        # schemas of the values.
         groups: list[tuple[str, list[str], Conjuncts]] = []
         for pattern, schemas in zip(patterns, shape.patterns.values(), strict=True):
             groups.append((f"{pattern} & ", names, schemas))

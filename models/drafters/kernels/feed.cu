@@ -39,11 +39,11 @@ extern "C" __global__ void draft_rows(const int* row_slot, const Slot* slots, co
   }
 }
 
-// Writes the tree nodes of depth `level` - 1, from which the drafter drafts `level` (from 2), as
-// input rows. Row b * branch + f is the f-th of these nodes of batch row b, at position
-// n + shift + level - 2, where n is the position of the last committed token (`Slot.n`). With shift
-// 1, this is the node's position in the sequence. `origin` receives, for each row, the row of the
-// node's parent in the previous level.
+// Writes the tree nodes of depth `level` - 1 as input rows, from which the drafter computes the
+// logits of level `level`, at least 2. Row b * branch + f is the f-th of these nodes of batch row
+// b. Its position is n + level - 1 in the sequence, where n is the position of the last committed
+// token (`Slot.n`); the drafter's position is n + shift + level - 2, the same with shift 1.
+// `origin` receives, for each row, the row of the node's parent in the previous level.
 extern "C" __global__ void node_rows(const int* row_slot, const Slot* slots, const RoundRow* rows,
                                      int row_words, int batch, int branch, int level, int shift,
                                      int* token, int* slot, int* pos, unsigned long long* ancestors,

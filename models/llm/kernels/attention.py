@@ -207,7 +207,10 @@ class Attention:
         heads: int,
         out: DeviceArray,
     ) -> None:
-        """Launch attention without tensor cores for `count` rows."""
+        """Launch attention for `count` rows without tensor cores and without splitting the keys.
+
+        `args` are the first arguments of the kernel.
+        """
         defines = {"CACHE": STORAGE[kv.dtype], "HEAD_DIM": kv.head_dim}
         if self._loader.is_thread:
             kernel = self._loader.load_form("attention", **defines)
@@ -228,7 +231,7 @@ class Attention:
         kv: PagedKV,
         out: DeviceArray,
     ) -> None:
-        """Launch attention on tensor cores."""
+        """Launch attention on tensor cores. `args` are the first arguments of the kernel."""
         kernel = self._loader.load(
             "attention_split",
             "attention_split",

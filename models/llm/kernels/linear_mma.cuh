@@ -331,8 +331,8 @@ __device__ __forceinline__ void load_operand(const Pack16& top, const Pack16& lo
   a[3] = low.u[2 * h + 1];
 }
 
-// Returns the number of partial sums to which chunks belong: PARTS, or the number of chunks if
-// there are fewer.
+// Returns the number of partial sums that are not empty: PARTS, or the number of chunks of the
+// inner dimension if there are fewer.
 __device__ __forceinline__ int parts_of(int inner) {
   return inner / CHUNK < PARTS ? inner / CHUNK : PARTS;
 }

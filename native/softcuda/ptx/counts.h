@@ -31,7 +31,8 @@ class LaunchCounts {
   // Counts an instruction that a warp has executed. `host_loads` is the value of host_loads()
   // before the instruction.
   void note_instruction(const Warp& w, const Instr* in, uint64_t host_loads);
-  // Counts an access of one lane to global memory, or to shared or local memory.
+  // Counts an access of one lane to global memory, `bytes` bytes at the address `storage` (or to
+  // shared or local memory: note_window).
   void note_global(const Instr* in, const Site& site, const char* storage, unsigned bytes,
                    bool write);
   void note_window(const Instr* in, Space space, unsigned bytes, bool write);

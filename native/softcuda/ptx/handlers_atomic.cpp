@@ -79,7 +79,8 @@ struct Dec {
 };
 
 // Floating-point additions. Operands and results are the bits of the floats. AddF32 flushes
-// denormals (the mode of the workers), as atom.add.f32 does in global memory.
+// denormals, as atom.add.f32 does in global memory. It sets no FloatMode for that, because the
+// worker threads always run in this mode.
 struct AddF32 {
   template <class T>
   static inline T apply(T* p, T b, T) {

@@ -96,10 +96,13 @@ std::shared_ptr<Stream> find_stream(CUstream handle) {
 // If `op` is a kernel, creates its access log, and adds to `op->unordered` the log of the kernel
 // that may still run until `op` executes griddepcontrol.wait (INVARIANTS.md P13). That kernel is
 // the preceding kernel of the stream, if the launch is programmatic, or the kernel whose
-// programmatic event the stream waits for. `between` is the number of the last operation of another
-// stream for which `op` waits because of the legacy stream (INVARIANTS.md S4). If that operation
-// was enqueued after `tail`, nothing is added to `op->unordered`: the operation waits for `tail`,
-// so `tail` is complete before `op` starts. The caller holds the scheduler's mutex.
+// programmatic event the stream waits for. The caller holds the scheduler's mutex.
+//
+// `tail` is the previous operation of the stream, and `after` the operation whose event the stream
+// waits for; each may be null. Operations of the legacy stream and of other streams wait for each
+// other (INVARIANTS.md S4). `between` is the number of the last operation for which `op` waits for
+// this reason; 0 if there is none. If that operation was enqueued after `tail`, nothing is added to
+// `op->unordered`: the operation waits for `tail`, so `tail` is complete before `op` starts.
 static void note_programmatic_order(Op* op, const OpRef& tail, const OpRef& after,
                                     uint64_t between) {
   if (after) op->event_log = after.get()->log;

@@ -38,11 +38,11 @@ Watch& g_watch = *new Watch;
 
 std::atomic<bool> g_on{false};
 std::atomic<long> g_gil_requests{0};
-// Whether the thread has requested the GIL in its current restricted scope (see
-// t_restricted_scope).
+// Whether the thread has requested the GIL in its current restricted scope. In such a scope, the
+// thread may not call the driver (t_restricted_scope in runtime.h).
 thread_local bool t_requested_gil = false;
-// The host function or destructor of the current restricted scope; null if it is a scope of another
-// kind.
+// The host function or destructor that is the current restricted scope; null if the thread is in
+// this scope because a pending stream wait depends on it.
 thread_local void* t_function = nullptr;
 // Key of the lock-order edge that the thread has recorded last; null before the first one. The
 // edge's Python stack becomes known when the thread enters its first Python function

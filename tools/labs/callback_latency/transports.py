@@ -162,7 +162,10 @@ class TransportGraph:
         return NativeWork(address, data, keep=self._body_times, name="body")
 
     def _native_body(self, index: int) -> tuple[int, int]:
-        """Return the address of the default native body of step `index`, and its argument."""
+        """Return the C function that host step `index` runs by default, and its argument.
+
+        Both are addresses.
+        """
         if self._is_soft:
             return _address(self._library.softcuda_stamp), self._body_times.ctypes.data + 8 * index
         # On CUDA hardware, the body does nothing. free has the signature void (*)(void *) of a host

@@ -43,7 +43,7 @@ _ESCAPED = ["\\", "\n", "\r"]
 
 
 class Pythonic(ToolFormat):
-    """Calls as a Python list of function calls."""
+    """Tool calls that the model writes as a Python list of function calls, such as ``[f(x=1)]``."""
 
     name = "pythonic"
 
