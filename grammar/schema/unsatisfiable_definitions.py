@@ -25,11 +25,11 @@ def impossible_definitions(document: SchemaObject) -> frozenset[str]:
     """Return the JSON pointers of definitions that are proved unsatisfiable.
 
     The document is a rewritten schema. LLGuidance also calls a definition unsatisfiable if the
-    cause is in another definition to which it refers. The function therefore tests each of these
-    definitions again, after it has replaced the references to all of them with ``true``. It does
-    not find a definition that is unsatisfiable only because of such a reference. To find it, the
-    caller can replace the references to the returned definitions with ``false`` and call the
-    function again.
+    cause is in another definition to which it refers. The function therefore tests each definition
+    that LLGuidance calls unsatisfiable a second time, with the schema ``true`` in place of each
+    reference to any of them. This does not find a definition that is unsatisfiable only because it
+    refers to another one. To find it, the caller can replace the references to the returned
+    definitions with ``false`` and call the function again.
     """
     references = References(document)
     reached: set[str] = set()

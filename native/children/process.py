@@ -39,7 +39,7 @@ __all__ = ["MEMORY_BYTES", "TIMEOUT_S", "Call", "ChildProcess", "ProcessPool", "
 
 #: Default time limit of one call, in seconds.
 TIMEOUT_S = 30.0
-#: Default address space that the calls of one process may add, in bytes.
+#: Default limit of the address space that calls may allocate in a process, in bytes.
 MEMORY_BYTES = 4 << 30
 # Time limit for starting Python and importing graft, and for the setup of a call, in seconds.
 _START_TIMEOUT_S = 120.0

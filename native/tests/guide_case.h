@@ -117,9 +117,10 @@ inline guided::Budget make_budget(int64_t ns) {
   return budget;
 }
 
-// Returns the texts of the tokens. If the grammar allows only one continuation of the text, the
-// worker drafts this text without a model (a forced draft). Every token has a different text, so a
-// draft is forced exactly where the grammar allows only one token.
+// Returns the object with which the worker finds forced tokens: if the grammar allows only one
+// continuation of the text, the worker drafts it without a model. Here, every token has a text of
+// one byte, and all texts differ. A draft is therefore forced exactly where the grammar allows only
+// one token.
 inline std::shared_ptr<const guided::Forced> forced_text() {
   std::string bytes(kVocab, ' ');
   std::iota(bytes.begin(), bytes.end(), ' ');

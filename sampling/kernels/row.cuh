@@ -644,9 +644,10 @@ __device__ __forceinline__ int draw_column(int size, const int* map, const Noise
 // Without `filtered`, only the best column is found, and `work` receives the legal logits unless it
 // is null. Without `sampled`, no column is sampled.
 //
-// All blocks of the row share the step `from`. The last block to finish it runs the later steps
-// alone. The last block to finish STEP_DRAW returns ROW_OK, ROW_NO_TOKEN or ROW_BAD_LOGIT; `column`
-// and `work` are then complete. All other calls return 0.
+// All blocks of the row run the step `from`, each for its columns. If `to` is a later step, the
+// last block to finish `from` runs the later steps alone. If `to` is STEP_DRAW, the last block to
+// finish returns ROW_OK, ROW_NO_TOKEN or ROW_BAD_LOGIT; `column` and `work` are then complete. All
+// other calls return 0.
 __device__ __forceinline__ int row_sample(const Row& row, bool filtered, const Filter& filter,
                                           bool sampled, const Noise& noise, float* work,
                                           CrossBlockScratch& cross_block, int from, int to,

@@ -1,9 +1,10 @@
 // Automata of regular grammars in device memory, and the states of the requests that use them.
 //
 // For these requests, kernels do the work of the grammar worker (native/guide/worker.h). They
-// advance the states by committed tokens and drafts, fill mask rows and write the stamps of the
-// rows. They write the same rows and stamps in the same order as the worker, so the kernels that
-// read mask rows need not know which of the two has written them.
+// advance the states by committed tokens and drafts, fill mask rows and write the stamp of each
+// row, which says whether the row is ready (RowStamp). They write the same rows and stamps in the
+// same order as the worker, so the kernels that read mask rows need not know which of the two has
+// written them.
 #pragma once
 
 #include "sampling/kernels/slot.cuh"

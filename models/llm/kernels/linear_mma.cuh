@@ -3,14 +3,15 @@
 //
 // Reduction order: a dot product consists of PARTS partial sums. The inner indices are divided into
 // chunks of CHUNK indices. Part p starts from zero and adds chunks p, p + PARTS, ... in order; the
-// parts are then added in order. Within a chunk the order is always the same: of every 32 indices
-// lane 4 g + t loads eight adjacent ones for two mma steps. The bits of a row therefore do not
-// depend on the other rows of a tile, nor on which kernel, block or warp sums a part (row
-// invariance).
+// parts are then added in order. Within a chunk the order is always the same: two mma steps add
+// every 32 indices, of which the four lanes with the same lane / 4 each load eight adjacent ones.
+// The bits of a row therefore do not depend on the other rows of a tile, nor on which kernel, block
+// or warp sums a part (row invariance).
 //
 // Input: x is float and is rounded to WEIGHT16. With X16, x already has the type WEIGHT16; the
 // result has the same bits. With SPLIT_X each row of x becomes two rows of B, the rounded values
-// and the remainders, whose partial sums are added first. With WEIGHT8 the weights are stored as
+// and the remainders. For each part, the sums of the two rows are added to each other before the
+// parts are added. With WEIGHT8 the weights are stored as
 // E4M3 and are converted to WEIGHT16. If there are scales, each sum is multiplied by the scale of
 // its row of W. With BIAS, the bias of the column is then added.
 //
@@ -319,10 +320,10 @@ __device__ __forceinline__ Pack16 pack_x(const Floats4* from, int split) {
   return pack;
 }
 
-// Sets `a` to operand A of an mma instruction for 16 inner indices. Four lanes together hold 32
-// inner indices, eight in each pack. The operand consists of the first half of each pack if h is 0,
-// of the second if h is 1. In lane 4 g + t, `top` and `low` are weights of rows g and g + 8 of the
-// mma tile.
+// Sets `a` to operand A of an mma instruction for 16 inner indices. Lane 4 g + t (t < 4) has packs
+// of eight weights for inner indices 8 t to 8 t + 7 of 32: `top` of row g of the mma tile, `low` of
+// row g + 8. The operand consists of the first four weights of each pack if h is 0, of the last
+// four if h is 1.
 __device__ __forceinline__ void load_operand(const Pack16& top, const Pack16& low, int h,
                                              unsigned int* a) {
   a[0] = top.u[2 * h];

@@ -58,7 +58,10 @@ class KernelLoader:
         return found
 
     def load_form(self, name: str, **defines: object) -> Kernel:
-        """Return the kernel ``{name}_{form}`` of the file ``{name}_{form}.cu``."""
+        """Return the kernel ``{name}_{form}`` of the file ``{name}_{form}.cu``.
+
+        ``form`` is the form of this loader, ``thread`` or ``warp``.
+        """
         name = f"{name}_{self.form}"
         return self.load(name, name, **defines)
 

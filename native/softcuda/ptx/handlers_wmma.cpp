@@ -1,7 +1,8 @@
 // wmma: products of matrices whose fragments have no documented layout. On this device, the
 // elements of a matrix are numbered row by row, and lane n has the elements n * E to n * E + E - 1,
-// where E is the number of elements divided by 32. If fragments of A or B contain each element
-// twice on GPUs, a lane has its elements twice here.
+// where E is the number of elements divided by 32. Some fragments of A and B have registers for
+// twice as many elements, because GPUs store each element in two lanes. On this device, a lane then
+// stores each of its elements twice.
 #include <algorithm>
 
 #include "mma.h"

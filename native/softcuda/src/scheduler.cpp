@@ -98,8 +98,8 @@ std::shared_ptr<Stream> find_stream(CUstream handle) {
 // the preceding kernel of the stream, if the launch is programmatic, or the kernel whose
 // programmatic event the stream waits for. The caller holds the scheduler's mutex.
 //
-// `tail` is the previous operation of the stream, and `after` the operation whose event the stream
-// waits for; each may be null. Operations of the legacy stream and of other streams wait for each
+// `tail` is the previous operation of the stream, and `after` another operation on which `op`
+// depends; each may be null. Operations of the legacy stream and of other streams wait for each
 // other (INVARIANTS.md S4). `between` is the number of the last operation for which `op` waits for
 // this reason; 0 if there is none. If that operation was enqueued after `tail`, nothing is added to
 // `op->unordered`: the operation waits for `tail`, so `tail` is complete before `op` starts.

@@ -90,7 +90,10 @@ STREAM_LIMIT_S = 100.0
 
 @dataclass(frozen=True)
 class Case:
-    """A combination of driver call, callback and lock model."""
+    """A combination of driver call, callback and lock model.
+
+    A lock model says which locks of the driver the soft device emulates.
+    """
 
     pattern: str  #: driver call; a key of `PATTERNS`
     transport: str  #: mechanism that calls the callback; one of `TRANSPORTS`

@@ -72,7 +72,11 @@ class ToolFormat(ABC):
         return self.calls(tools)
 
     def output(self, tools: ToolChoice) -> Format:
-        """Return the structural format of an output: only calls if `tools` requires a call."""
+        """Return the structural format of an output.
+
+        The output consists of calls only if `tools` requires a call; otherwise, it is text that may
+        contain calls.
+        """
         return self.required_calls(tools) if tools.required else self.text_with_calls(tools)
 
     @abstractmethod
