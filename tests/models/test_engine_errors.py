@@ -193,6 +193,7 @@ def test_engine_device_fault_ends_rounds_in_flight():
     ]
 
 
+@pytest.mark.overlap
 def test_replay_deadline_is_extended_by_prefill_progress(monkeypatch):
     """The deadline of a round starts anew whenever a prefill chunk completes."""
     prompt = Request(tokens=[7] * 1000, max_tokens=2)

@@ -281,6 +281,7 @@ def test_waiting_request_joins_running_loop(overlap):
         assert finished == [second, first]
 
 
+@pytest.mark.overlap
 def test_waiting_request_gets_pages_of_request_that_ends_in_loop():
     """A request that waits for pages joins when a request of the loop has ended."""
     options = {"pages": 34, "page_size": 16, "max_length": 400, "prefix_cache_bytes": 0}
@@ -312,6 +313,7 @@ def check_full_ring(engine, expected):
     assert answer(drain(engine)[request_id]) == expected
 
 
+@pytest.mark.overlap
 def test_loop_ends_when_output_ring_is_full(long_answer):
     with settled(loop_engine(max_batch_size=1)) as engine:
         check_full_ring(engine, long_answer)
@@ -329,6 +331,7 @@ def test_loop_results_are_lost_without_check_of_ring(monkeypatch, long_answer):
         check_full_ring(engine, long_answer)
 
 
+@pytest.mark.overlap
 @pytest.mark.parametrize(
     "end",
     [
@@ -361,6 +364,7 @@ def test_loop_ends_before_pages_run_out(pages):
         assert engine.stats.loops > 2
 
 
+@pytest.mark.overlap
 def test_loops_do_not_accumulate_reserved_pages():
     """The additional pages of a request do not grow with the number of its loops."""
     options = {"pages": 60, "page_size": 4, "max_length": 200, "prefix_cache_bytes": 0}

@@ -280,6 +280,7 @@ def test_tensor_parallel_outputs_are_equal_for_every_batch_and_order():
         np.testing.assert_allclose(got[:until], logprobs[:until], atol=1e-3)
 
 
+@pytest.mark.overlap
 @pytest.mark.parametrize("is_replayed", [0, 1], ids=["stream", "graph"])
 def test_worker_rank_reports_forward_pass_that_exceeds_deadline(
     device, stream, monkeypatch, is_replayed
