@@ -308,7 +308,8 @@ class Replays:
         progress = count_progress()
         deadline = time.monotonic() + ROUND_DEADLINE_S
         shield.check()
-        wait = graph.wait if graph else partial(self._resources.outputs.wait, number)
+        outputs = self._resources.outputs
+        wait = graph.wait if graph else partial(outputs.wait, number, stream=self._stream.handle)
         while not wait(POLL_S):
             self._stream.query()  # raises if the device has faulted
             new_progress = count_progress()

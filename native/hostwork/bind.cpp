@@ -237,12 +237,23 @@ void bind_waits(nb::module_& m) {
   });
   m.def(
       "poll_i32_eq",
-      [load](std::uint64_t address, std::int32_t value, std::optional<double> timeout_s) {
-        const auto done = [=] { return load(address) == value; };
-        return done() || poll_until(done, timeout_s);
+      [load](std::uint64_t address, std::int32_t value, std::optional<double> timeout_s,
+             std::uint64_t stream) {
+        constexpr std::chrono::milliseconds kQueryInterval{1};
+        auto next_query = PollClock::now() + kQueryInterval;
+        const auto done = [&] {
+          if (stream != 0 && PollClock::now() >= next_query) {
+            driver().stream_query(pointer<void>(stream));
+            next_query = PollClock::now() + kQueryInterval;
+          }
+          return load(address) == value;
+        };
+        return load(address) == value || poll_until(done, timeout_s);
       },
-      nb::arg(), nb::arg(), nb::arg().none(),
-      "Wait, with acquire order, until the word equals value; return False on timeout.");
+      nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
+      "Wait, with acquire order, until the word equals value; return False on timeout. If `stream` "
+      "is not 0, query this CUstream every millisecond, because some platforms (WSL2) may pass the "
+      "device's stores to host memory on only when the driver is called.");
 }
 
 }  // namespace

@@ -21,8 +21,9 @@ from graft.cudagraph import (
     PinnedSlots,
     Ring,
     ShapeError,
+    Stream,
 )
-from graft.cudagraph.driver import memory
+from graft.cudagraph.driver import memory, softstats
 from graft.cudagraph.driver.dtypes import (
     DTYPES,
     E4M3,
@@ -339,6 +340,22 @@ def test_ring_continues_after_replay_numbers_exceed_32_bits(device: Device) -> N
         assert ring.wait(replay, 0.0) and not ring.wait(replay + 2, 0.0)
         assert ring.stamp.array[replay % 2, 0] == np.int64(replay).astype(np.int32)
         ring.release(replay)
+
+
+def test_ring_wait_queries_stream_while_it_polls(device: Device, stream: Stream) -> None:
+    """On some platforms, the device's stores reach the host only when the driver is called."""
+    if device.kind != "soft":
+        pytest.skip("only the soft device counts calls")
+
+    def queries() -> int:
+        return softstats.counters()["calls"].get("cuStreamQuery", 0)
+
+    ring = Ring(device, 2, {"token": ("int32", (1,))})
+    before = queries()
+    assert not ring.wait(1, 0.05)
+    assert queries() == before
+    assert not ring.wait(1, 0.05, stream=stream.handle)
+    assert before + 2 <= queries() <= before + 51
 
 
 def test_ring_synchronize_waits_for_stamp(device: Device) -> None:

@@ -90,9 +90,9 @@ def test_deadline_report_of_engine_round(
     monkeypatch.setattr(replay, "ROUND_DEADLINE_S", 0.0)
     monkeypatch.setattr(replay, "POLL_S", 0.001)
     rounds = SimpleNamespace(
-        _stream=SimpleNamespace(query=lambda: False),
+        _stream=SimpleNamespace(query=lambda: False, handle=0),
         _resources=SimpleNamespace(
-            outputs=SimpleNamespace(wait=lambda number, timeout_s: time.sleep(timeout_s))
+            outputs=SimpleNamespace(wait=lambda number, timeout_s, stream: time.sleep(timeout_s))
         ),
     )
     shield = SimpleNamespace(check=lambda: None)

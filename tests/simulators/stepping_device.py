@@ -186,6 +186,7 @@ class SteppingCache(PagedKV):
 class SteppingDevice:
     """Simulated device: slots, pages, a queue of replays, and side work that updates slots."""
 
+    handle = 0  # the simulated device is also the stream of the engine
     # Parts with which host and device communicate. They are set after construction.
     caches: list[SteppingCache]
     inputs: SteppingRing
@@ -647,7 +648,7 @@ class SteppingRing(Ring):
         self.toy.tick()
         return super().row(name, replay)
 
-    def wait(self, replay: int, timeout_s: float | None = None) -> bool:
+    def wait(self, replay: int, timeout_s: float | None = None, stream: int = 0) -> bool:
         while int(self.stamp.array[replay % self.entries, 0]) != replay:
             if not self.toy.advance():
                 raise Hang(f"replay {replay} will never publish its results")
