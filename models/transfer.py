@@ -70,7 +70,8 @@ class Transfer(ABC):
     Attributes
     ----------
     sent
-        Maps each ticket whose data has not been freed to its `SendBuffer.resource`.
+        Maps each ticket that `send` has returned, until `free` is called for it, to the
+        `SendBuffer.resource` of the ticket's data.
     """
 
     def __init__(self) -> None:

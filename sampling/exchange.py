@@ -1,9 +1,10 @@
 """Pinned memory through which kernels, grammar worker and host exchange records.
 
-A slot is the state of one running request. It has one record of each kind: stamps of the slot's
-mask rows, committed tokens, drafts, candidates, and the grammar's answer to the candidates.
-``native/records/exchange.h`` declares the records. This module allocates the memory and computes
-the offsets.
+A slot is the state of one running request. It has one record of each kind: stamps, which say
+whether the slot's mask rows are valid, and for which position; committed tokens; drafts; the
+candidates for drafts, which the grammar tests; and the grammar's answer. ``exchange.h`` in the
+folder ``native/records`` declares the records. This module allocates the memory and computes the
+offsets.
 """
 
 from __future__ import annotations

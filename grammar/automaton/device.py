@@ -189,9 +189,10 @@ class DeviceAutomata:
 
         ``hits``, ``misses``, ``stored`` and ``evicted`` count mask rows of the row cache.
         ``row_bytes`` is the size of the rows in the cache. ``tables`` and ``table_bytes`` are the
-        number and the total size of the tables on the device. ``tables_evicted`` counts tables, and
-        ``tables_refused`` counts requests whose table did not fit. ``forced_tokens`` counts the
-        accepted drafts that the grammar forced.
+        number and the total size of the tables on the device (one per automaton).
+        ``tables_evicted`` counts the tables that were evicted, and ``tables_refused`` the requests
+        whose table did not fit. ``forced_tokens`` counts the accepted drafts that the grammar
+        forced.
         """
         cache = self._cache.to_host().view(_ROW_CACHE)[0]
         counts = {name: int(cache[name]) for name in ("hits", "misses", "stored", "evicted")}

@@ -192,7 +192,7 @@ class Feed:
 
     @property
     def round_args(self) -> list[object]:
-        """First arguments of each kernel that lays out the rows of a drafter."""
+        """First arguments of each kernel of ``feed.cu``: slots of the batch rows, round results."""
         sampler = self.sampler
         return [self.row_slot, self.state.array, sampler.arrays.results, sampler.arrays.row_words]
 

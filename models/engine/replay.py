@@ -376,9 +376,10 @@ class Replays:
         return result
 
     def finish(self) -> None:
-        """Remove the oldest replay from `unread`, and release its entries of input and output ring.
+        """Remove the oldest replay from `unread`, the replays whose results have not been read.
 
-        The caller must have read the results of this replay.
+        The caller must have read the results of this replay. The method also releases the replay's
+        entries in the rings of inputs and outputs, so that later replays can use them.
         """
         flight = self.unread.popleft()
         self._resources.inputs.release(flight.number)

@@ -31,8 +31,9 @@ from graft.models.llm.weights import Matrix, Weights
 class DecoderLayer:
     """Weights of one decoder layer. Matrices that multiply the same input are stacked into one.
 
-    The rows of each head of `qkv` are interleaved if the product applies RoPE; the rows of
-    `gate_up` are interleaved if the product applies the gate. Norm weights are float32[hidden].
+    If one kernel multiplies by `qkv` and applies RoPE, the two halves of the rows of each head are
+    interleaved. If one kernel multiplies by `gate_up` and applies the gate, gate rows and up rows
+    are interleaved. Norm weights are float32[hidden].
     """
 
     input_norm: DeviceArray

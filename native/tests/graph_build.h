@@ -75,9 +75,9 @@ struct Kernels {
   CUfunction plain = nullptr, barrier = nullptr, warp = nullptr, stray = nullptr;
   CUfunction decide = nullptr, loop = nullptr;
   CUfunction request = nullptr, wait = nullptr;
-  // Addresses of the host functions store_word() and load_word(). `request` and `wait` access the
-  // words of the mailbox through them, which is possible on the soft device. 0: the kernels access
-  // the words directly.
+  // Addresses of the host functions store_word() and load_word(), which the kernels `request` and
+  // `wait` call to access the words of the mailbox. Kernels of the soft device can call host
+  // functions. 0: the kernels access the words directly.
   uint64_t store = 0, load = 0;
   std::shared_ptr<graft::hostwork::Worker> worker;
 };

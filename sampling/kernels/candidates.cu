@@ -53,8 +53,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   }
 
   float* x = logits + static_cast<long long>(r) * draft_vocab;
-  // In a lattice mode, the drafts of earlier levels are not known yet. Penalties then count
-  // committed tokens only.
+  // In a lattice mode, where the candidates of all levels are found at once, `draft` is 1, because
+  // the drafts of earlier levels are not known yet. Penalties then count committed tokens only.
   adjust_draft(x, own_slice(draft_vocab), {draft_vocab, d2t, t2d}, slot, path_of(slot, draft - 1),
                position, table_of(tables, vocab_size, index), vocab_size, drafted);
   const Row row = {x, draft_vocab, nullptr, token_limit, d2t};

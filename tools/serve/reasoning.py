@@ -37,10 +37,10 @@ def has_reasoning(prompt: str, continued: str = "") -> bool:
 
 
 def starts_in_reasoning(parser: str, prompt: str, continued: str = "") -> bool:
-    """Return whether the output starts within the reasoning section, without `BEGIN`.
+    """Return whether the output starts within the reasoning section, without the tag ``<think>``.
 
-    `parser` is one of `REASONING_PARSERS`. The other arguments are those of `has_reasoning`, which
-    must have returned True.
+    `parser` is one of `REASONING_PARSERS`. `prompt` and `continued` are as in `has_reasoning`,
+    which must have returned True for them.
     """
     return parser == "deepseek_r1" or BEGIN in continued or prompt.rstrip().endswith(BEGIN)
 
@@ -59,9 +59,10 @@ def answer_grammar(
 class ReasoningParser:
     """Incremental parser that separates generated text into reasoning and answer.
 
-    `starts_in_reasoning` says that the output starts within the reasoning section, without `BEGIN`.
-    Otherwise, the output has a reasoning section only if it begins with `BEGIN`. If `keep_tags` is
-    true, the reasoning text includes `BEGIN`, `END` and the white space after `END`.
+    `starts_in_reasoning` says that the output starts within the reasoning section and does not
+    contain `BEGIN` (``<think>``). Otherwise, the output has a reasoning section only if it begins
+    with `BEGIN`. If `keep_tags` is true, the reasoning text includes `BEGIN`, `END` and the white
+    space after `END`.
     """
 
     def __init__(self, starts_in_reasoning: bool, keep_tags: bool = False):

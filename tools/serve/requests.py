@@ -214,7 +214,7 @@ class PromptFields(TemplateFields):
 
     @cached_property
     def functions_of_tools(self) -> list[dict[str, Any]]:
-        """The function definitions of ``tools``, without nulls."""
+        """The function definitions of ``tools``, without the keys whose value is null."""
         definitions = []
         for tool in self.tools:
             definitions.append({key: value for key, value in tool.function if value is not None})

@@ -602,17 +602,19 @@ class Trainer:
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Initialize the head with a linear regression and with hand-made attention heads.
+        """Initialize the head with linear regressions and with hand-made attention heads.
 
         A ridge regression predicts the target's next normalized output from the features and the
         embedding of the last token. ``fc`` outputs the part of the prediction that depends on the
         features. In the 96 directions in which the target's output varies least, ``fc`` instead
-        outputs a code of the token to which the feature belongs.
+        outputs a code of the token to which the feature belongs: a random projection of the token's
+        embedding, as predicted from the feature by a second regression.
 
-        Six attention heads output the part that depends on the embedding of the last token. Their
-        queries and keys are the same projection of the embedding, so that they attend to their own
-        position. Three heads attend to the positions after earlier occurrences of the last token,
-        and copy the tokens at these positions.
+        Of the attention heads, six output the part of the prediction that depends on the embedding
+        of the last token. Their queries and keys are the same projection of the embedding, so that
+        they attend to their own position. Three heads attend to the positions after earlier
+        occurrences of the last token, which they find by the codes, and copy the tokens at these
+        positions.
         """
         head = self.head
         d = HEAD.head_dim

@@ -190,11 +190,11 @@ def _exclude(
 
 
 def _exclude_empty(rewriter: Rewriter, one: Any, other: Any) -> SchemaObject | None:
-    """Return a schema that excludes the empty value if only this value satisfies both schemas.
+    """Return a restriction that makes two options of a ``oneOf`` disjoint by excluding one value.
 
-    The empty value is ``[]`` if both schemas describe arrays, and ``{}`` if both describe objects.
+    The value is empty: ``[]`` if both options describe arrays, and ``{}`` if both describe objects.
     No other value satisfies both if their schemas for the elements are disjoint. Return None if the
-    function cannot prove this.
+    function cannot prove this. The caller adds the restriction to one of the options.
     """
     one = rewriter.references.follow(one)
     other = rewriter.references.follow(other)

@@ -368,9 +368,10 @@ void publish_stores(Warp& w, uint32_t scope);
 void forward_stores(Warp& w, char** at, unsigned bytes);
 void begin_stores(Warp& w, char** at);
 void end_stores(Warp& w, unsigned bytes);
-// Recursive calls (recursion.cpp). push_frame returns false after a fault. pop_frame is called at
-// the end of the inlined copy number `instance`. It returns the instruction after the call, or null
-// if the thread did not enter this copy by a recursive call.
+// Recursive calls (recursion.cpp). Functions are inlined, and a recursive call jumps back to the
+// beginning of an inlined copy. push_frame is called at the jump, and returns false after a fault.
+// pop_frame is called at the end of the copy with the number `instance`. It returns the instruction
+// after the call, or null if the thread entered this copy without a recursive call.
 bool push_frame(Warp& w, const Instr* in, unsigned lane);
 const Instr* pop_frame(Warp& w, unsigned lane, int32_t instance);
 // Race detection (races.cpp, global_races.cpp). These functions are called only if it is on.

@@ -252,7 +252,10 @@ def prepare_call(device: Device, case: Case, stream: _Stream) -> tuple[Callable[
 
 
 def _prepare_first_launch(device: Device, driver: Any) -> tuple[Callable[[], None], object]:
-    """Prepare a kernel's first launch, on another stream; return what `prepare_call` returns."""
+    """Prepare the first launch of a kernel, on a stream other than that of the callback.
+
+    The result is as in `prepare_call`.
+    """
     text = CLOCK_KERNELS.read_text()
     kernel_source = KernelSource(text, CLOCK_KERNELS.name, {}, CLOCK_KERNELS.parent)
     module, keep = compile_source(device, kernel_source)
