@@ -1,4 +1,4 @@
-"""Exceptions that all packages of graft use, and the text of values in their messages.
+"""Exceptions that all packages of graft use, and a function that formats values for messages.
 
 Every message names the object and the value that caused it. Grammar compilers import this module
 instead of `graft.cudagraph.errors`, so that child processes that compile grammars need not load the

@@ -114,7 +114,8 @@ class DraftMode:
     def chain(cls, drafts: int, masking: str = "fill", candidates: int = 0) -> DraftMode:
         """Return the mode of a chain with one draft per level.
 
-        If `drafts` is 0, return the mode of a round without drafts, whose kind is "proposed".
+        If `drafts` is 0, return the mode of a round without drafts. Its `kind` is "proposed",
+        because no drafts are sampled.
         """
         if drafts == 0:
             return cls(drafts=0)

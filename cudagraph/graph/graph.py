@@ -426,7 +426,8 @@ class Graph(GraphBase):
         """Accept nodes of every kind."""
 
     def _check_nodes_exist(self) -> None:
-        # The nodes of a graph that was moved into a parent still exist, as nodes of the parent.
+        # A graph that was moved into a parent is not open, but its nodes still exist, as nodes of
+        # the parent.
         if self._parent_name is None:
             self.check_open()
 

@@ -317,8 +317,9 @@ class _Lowering:
         tag = self.joiner.named(self._choose(tags, "tags_with_separator"))
         pieces = [tag]
         if before:
-            # Write the text at the beginning of each tag that can come first. If free text is an
-            # alternative, both texts together may be needed to distinguish the tag from it.
+            # Begin each tag that can come first with the text `before`. If free text is an
+            # alternative to these tags, `before` and the text with which the tag begins may both be
+            # needed to distinguish the tag from free text.
             first = [[constant(before), *pieces] for pieces in tags]
             pieces = [self._choose(first, "tags_with_separator")]
         if not form["stop_after_first"]:

@@ -114,7 +114,10 @@ class Auto:
         return self._backend.compile(spec).matcher
 
     def find_route(self, schema: Any) -> None:
-        """Set `route` for a schema. Must be called before `compile`."""
+        """Rewrite a schema with graft's router, and set `route` to the result.
+
+        Must be called before `compile`.
+        """
         self.route = route(schema, key_order=self.key_order)
 
     def fill(self, matcher: Any) -> None:

@@ -61,7 +61,7 @@ _MAX_STEPS = 500
 
 
 class Measurement(NamedTuple):
-    """Median time of a scheduler step, for one case and numbers of pages and waiting requests."""
+    """Median time of a step, for a case, a number of cached pages and one of waiting requests."""
 
     case: str
     pages: int
@@ -115,8 +115,9 @@ class HostRounds:
         has_free_row = case.startswith("too few pages")
         is_cached = case.endswith("cached prompts")
         num_shared = min(_MAX_CACHED if is_cached else _SHARED, pages * _PAGE_SIZE)
-        # In the cases "too few pages", the running requests use all cached pages except for those
-        # that hold the waiting requests' prompts. In the other cases, all cached pages are idle.
+        # In the two cases "too few pages" (`has_free_row`), the running requests use all cached
+        # pages except for those that hold the waiting requests' prompts. In the other cases, all
+        # cached pages are idle.
         num_idle = pages
         if has_free_row:
             num_idle = num_shared // _PAGE_SIZE if is_cached else 0

@@ -520,7 +520,10 @@ class Trainer:
         self.rng = random.Random(0)
 
     def draft_logits(self, batch: Batch, steps: int) -> list[Tensor]:
-        """Return each draft step's logits with illegal tokens masked; [real positions, kept]."""
+        """Return the logits of each draft step over the draft vocabulary, illegal tokens masked.
+
+        They are [positions without padding, tokens of the draft vocabulary].
+        """
         embedded = F.embedding(batch.ids[:, 1:-1], self.embed)
         output_rows = self.embed[batch.kept]
         logits = []

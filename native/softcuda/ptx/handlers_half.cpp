@@ -32,8 +32,8 @@ inline float to_float_odd(double d) {
   const double back = f;
   const uint32_t bits = bit_cast<uint32_t>(f);
   if (back == d || (bits & 1) != 0 || !(f - f == 0)) return f;
-  // Rounding d has given f an even mantissa. The neighbour of f in the direction of d has an odd
-  // mantissa.
+  // Rounding d to a float gave f, which has an even mantissa. Return the other
+  // neighbour of d among the floats, which has an odd mantissa.
   const bool up = d > back;
   return bit_cast<float>(up == (d > 0) ? bits + 1 : bits - 1);
 }

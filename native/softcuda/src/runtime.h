@@ -130,7 +130,8 @@ enum : unsigned {
 };
 // Refuses cuInit if an item of SOFTCUDA_FAIL is malformed or does not name an entry point.
 void check_failure_setting();
-// Refuses a kUnsafe call while a stream captures in a mode that forbids it (capture.cpp).
+// Refuses the driver function `api`, whose flags include kUnsafe, while a stream is capturing in a
+// mode that forbids such calls (capture.cpp).
 void capture_reject_unsafe(const char* api);
 
 // Bookkeeping of one driver call: updates the counters and the calling thread's ThreadRecord.
