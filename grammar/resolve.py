@@ -175,8 +175,9 @@ def _options_of(spec: Spec) -> _SchemaOptions:
 class _ResolvedSchema(NamedTuple):
     """A JSON schema in the form that a backend compiles.
 
-    `partial` and `rules` are as in `ResolvedGrammar`, and `schema` is its `content`. `text` is
-    `schema` as JSON text; it is empty if the schema has not been changed.
+    `schema` is the rewritten schema, the later `ResolvedGrammar.content`. `text` is `schema` as
+    JSON text; it is empty if the schema has not been changed. `partial` and `rules` are the fields
+    of the same name of `ResolvedGrammar`.
     """
 
     schema: Any

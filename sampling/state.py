@@ -61,7 +61,7 @@ class SlotRequest:
     output: Sequence[int] = ()
 
     def check(self) -> None:
-        """Raise OptionError if a position is out of range.
+        """Raise OptionError if `position`, `limit` or `capacity` is out of range.
 
         The sampling parameters were checked when the request was admitted.
         """

@@ -118,7 +118,7 @@ class TreePlan(NamedTuple):
 
 
 def _is_path(path: Any) -> bool:
-    """Return whether a value is a non-empty sequence of ranks."""
+    """Return whether a value is a path: a non-empty sequence of ranks, as in `TreePlan.paths`."""
     if not isinstance(path, (tuple, list)) or not path:
         return False
     return all(type(rank) is int and rank >= 0 for rank in path)

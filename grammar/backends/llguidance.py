@@ -118,7 +118,8 @@ def check_syntax(grammar: ResolvedGrammar) -> None:
 def _lark_grammar(rules: str) -> str:
     """Return a Lark grammar, given by its rules, in LLGuidance's JSON format.
 
-    With ``no_forcing``, LLGuidance allows every sequence of tokens that spells a legal text.
+    The option ``no_forcing`` makes LLGuidance allow every sequence of tokens that spells a legal
+    text.
     """
     header = '%llguidance {"no_forcing": true}'
     return json.dumps({"grammars": [{"lark_grammar": f"{header}\n{rules}"}]})

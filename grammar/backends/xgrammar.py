@@ -333,9 +333,9 @@ def add_vocabulary(fingerprint: str, *vocabulary: Any) -> None:
 def compiled_text(fingerprint: str, spec: Spec) -> str:
     """Convert a grammar to XGrammar's form, compile it, and return the result as JSON text.
 
-    The text is several times as large as the compiled grammar in memory. Raise `GrammarError` if
-    XGrammar refuses the grammar, or if XGrammar would enforce only a part of it and the
-    specification is not `partial`.
+    `fingerprint` identifies a vocabulary that `add_vocabulary` has stored. The text is several
+    times as large as the compiled grammar in memory. Raise `GrammarError` if XGrammar refuses the
+    grammar, or if XGrammar would enforce only a part of it and the specification is not `partial`.
     """
     grammar = resolve_for_backend(spec, "xgrammar")
     text = str(_compile(_vocabularies[fingerprint], grammar).serialize_json())

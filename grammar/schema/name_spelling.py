@@ -87,10 +87,9 @@ def with_one_spelling(schema: Any) -> OneSpelling:
 
 
 def _has_ambiguous_names(part: SchemaObject) -> bool:
-    """Return whether LLGuidance compares names of an object whose spelling in JSON is ambiguous.
+    """Return whether LLGuidance compares ambiguous names in the objects that `part` describes.
 
-    The object is one that satisfies `part`. A name is ambiguous if JSON can write it with different
-    escape sequences.
+    A name is ambiguous if JSON can write it in several ways, with different escape sequences.
     """
     if "object" not in types_of(part):
         return False

@@ -118,9 +118,9 @@ class _Lowering:
     def _spread(self, form: Format, ends: Sequence[str] | None) -> list[list[Piece]]:
         """Return the alternatives of a format, each as a list of consecutive pieces.
 
-        `_Lowering` describes `ends`. The caller appends the pieces that follow the format to each
-        alternative. If an alternative ends with free text, the free text and the text at which it
-        ends can then form one terminal.
+        `ends` are the texts that end the tag around the format (`_Lowering`). The caller appends
+        the pieces that follow the format to each alternative. If an alternative ends with free
+        text, this free text and the end text after it can therefore form one terminal.
         """
         try:
             return self._spread_parts(form, ends)

@@ -68,10 +68,10 @@ class LoopReplays(Replays):
             self._control.end(self._first)
 
     def finish(self) -> None:
-        """Remove the oldest replay from `unread`, and release its entries of input and output ring.
+        """Remove the oldest replay from `unread`, and release its entries in the rings.
 
-        If the replay's loop runs another replay, add that replay to `unread`. The caller must have
-        read the results of the removed replay.
+        If the replay belongs to a loop (`LoopReplays`) and the loop runs another replay after it,
+        add that replay to `unread`. The caller must have read the results of the removed replay.
         """
         flight = self.unread[0]
         ends = flight.repeats and self._control.is_last(flight.number)

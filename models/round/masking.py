@@ -3,7 +3,10 @@
 A *level* of drafts is one draft of a chain, or all nodes of a tree at one depth. A round's graph
 has two lanes, in-order sequences of nodes: the model lane runs kernels, and the grammar lane runs
 the host functions of the grammar. The lanes synchronize at marks: one lane records a mark, and the
-other lane waits for it. ``--^`` shows where the model lane waits for the grammar lane::
+other lane waits for it. In the diagrams, ``start`` is the drafter's forward pass over the committed
+tokens, and ``step j`` its pass over draft or level j. ``--^`` shows where the model lane waits for
+the grammar lane, and the brackets above it what the grammar lane has computed: ``[row j]`` is the
+mask row for draft j + 1, ``[result]`` the result of testing candidates::
 
     FillMasking          model    verify - start - [row 0] - draft 1 - step 1 - [row 1] - draft 2
                          grammar      `- commit, row 0 -^         `- fill row 1 --^

@@ -74,10 +74,10 @@ class Marker {
   // ids are legal.
   const int32_t* row(int32_t state) const noexcept;
 
-  // Says whether the tokens of an output begin with the opening. kPartial: further tokens can
-  // complete the opening. kComplete: they begin with it, and the rest is free text. kIllegal: they
-  // begin with it, but the last token is illegal in the free text. kNone: they do not begin with
-  // it.
+  // Says whether the tokens of an output begin with the opening (invariant 5 of this file). kNone:
+  // they do not begin with it. kPartial: further tokens can complete it. kComplete: they begin with
+  // it, and the rest is free text. kIllegal: they begin with it, but the last token is illegal in
+  // the free text.
   enum class Opening { kNone, kPartial, kComplete, kIllegal };
 
   // Result of opening_step(), which reads one token of the opening. For kPartial, `state` must be

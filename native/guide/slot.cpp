@@ -291,8 +291,8 @@ void OrderServer::probe_tree(SlotWork& work) const noexcept {
 // Each node has a list of candidates, most likely first. In each step, the matcher tests the first
 // untested candidate of the node for which this candidate's path has the highest probability; of
 // equal ones, that of the node with the smallest number. A legal candidate becomes a draft and a
-// node of its own. The steps end when there are Order::j drafts or the maximum number of tests is
-// reached. The matcher then returns to node 0.
+// new node. The steps end when there are Order::j drafts or the maximum number of tests is reached.
+// The matcher then returns to node 0.
 //
 // The probability of a path is the product of the probabilities of its tokens. When the matcher
 // rejects a candidate, the probabilities of the other tokens after the same node are scaled up, so

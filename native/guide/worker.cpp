@@ -315,7 +315,8 @@ void Worker::serve_timed(SlotWork& work) noexcept {
     return;
   }
   OrderTiming* timing = timing_of(work);
-  // Work orders of a trusted grammar (OrderTiming) are fast, and their memory is not measured.
+  // A grammar is trusted if enough of its work orders finished within the budget (OrderTiming). Its
+  // further orders are expected to be fast, and their memory is not measured.
   const bool measured = timing == nullptr || !timing->trusted();
   const Memory before = measured ? memory_of_thread(statm_) : Memory();
   const int64_t start = monotonic_ns();

@@ -437,9 +437,9 @@ def _text(value: Fraction) -> str:
 def _is_read_exactly(value: Fraction) -> bool:
     """Return whether LLGuidance reads a bound exactly.
 
-    The absolute value of a whole bound must be below 2**53. The absolute value of a fraction must
-    be at least `_SMALLEST`, and the fraction must be the shortest decimal form of a double that
-    LLGuidance reads unchanged.
+    The absolute value of a whole number must be below 2**53. The absolute value of another number
+    must be at least `_SMALLEST`. Python's decimal form of its double must equal the number, and
+    LLGuidance must read this form as the same double.
     """
     if value.denominator == 1:
         return abs(value) < _MAX_EXACT

@@ -31,7 +31,8 @@ using Dependencies = std::vector<CUgraphNode>;
 struct Member {
   std::shared_ptr<Capture> capture;
   Dependencies dependencies;  // nodes on which the next captured node depends
-  // One full edge for each dependency, which cuStreamGetCaptureInfo returns as edge data.
+  // The edge data that cuStreamGetCaptureInfo returns: one edge for each dependency, not
+  // programmatic.
   std::vector<CUgraphEdgeData> edges;
 };
 
