@@ -23,8 +23,8 @@ class SamplingArrays:
         State of all slots. The kernels run on its device.
     exchange
         Records that kernels, grammar worker and host exchange, for as many slots as `state` has. It
-        determines the draft mode, the maximum number of drafts K, and the number of target ids V,
-        which must be less than 2**24.
+        determines the draft mode, the maximum number of drafts K, and the size V of the target's
+        vocabulary, which must be less than 2**24.
     replay
         int32 [1], number of the current replay.
     token_limit
@@ -109,8 +109,8 @@ class SamplingArrays:
         # later launches for this draft read this copy.
         input_words = read_struct(KERNELS / "sample.cu", "DraftInput").itemsize // 4
         self.draft_inputs = device.zeros((self.max_batch, input_words), "int32")
-        # Results of rejection sampling by forward row: the weight of the target distribution in the
-        # residual distribution after this row, and whether the row's draft has passed.
+        # Results of rejection sampling by forward row: the factor P of the target distribution p in
+        # the residual max(P p - q, 0) after this row, and whether the row's draft has passed.
         self.test_weights = device.zeros((rows,), "float32")
         self.test_results = device.zeros((rows,), "int32")
         # Number of drafts that have probability 0 in the table they were sampled from. It stays 0

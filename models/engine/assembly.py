@@ -452,8 +452,9 @@ def _make_automata(
 ) -> DeviceAutomata | None:
     """Create the automata, with which kernels do grammar steps on the device.
 
-    Return None if the options do not use automata. If drafts are probed, or tokens are forced
-    without a drafter, only the host can do the grammar steps: log a warning and return None.
+    Return None if the options do not use automata. In two cases, only the host can do the grammar
+    steps: if the grammar tests the drafter's candidates (``draft_masking="probe"``), or if forced
+    tokens are drafted without a drafter. Then log a warning and return None.
     """
     if not options.uses_automata:
         return None

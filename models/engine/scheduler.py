@@ -205,7 +205,8 @@ class Scheduler:
         # Requests whose grammar is being compiled, by queue number. A grammar's future refers only
         # to the queue numbers, so that it does not keep requests alive.
         self._compiling: dict[int, RequestState] = {}
-        # Queue numbers whose grammar has just been compiled. Compiler threads append to this queue.
+        # Queue numbers of the requests whose grammars have just been compiled. Compiler threads
+        # append to this deque.
         self._compiled: deque[int] = deque()
         self._woken = threading.Event()
         # Heap of (deadline, sequence number, request).

@@ -19,8 +19,9 @@ WEIGHTS = ("checkpoint", "fp8")
 _E4M3_MAX = np.float32(448)
 _SMALLEST_NORMAL = np.float32(2.0**-126)
 
-#: Function that takes the dtype, rows and columns of a stacked matrix and returns the number of
-#: rows per group, whose halves `Weights.stacked` interleaves. 0 means that no rows are interleaved.
+#: Function that takes the dtype, rows and columns of a stacked matrix and returns a number of rows:
+#: the size of the groups whose two halves `Weights.stacked` interleaves. 0 means that no rows are
+#: interleaved.
 Interleave = Callable[[str, int, int], int]
 
 

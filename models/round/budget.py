@@ -60,16 +60,18 @@ def draft_lengths(max_drafts: int) -> list[int]:
 class DraftBudget:
     """Chooses the draft length of each round.
 
-    The draft length of a round is the number of forward rows for drafts, per batch row of the
-    bucket. A request with K drafts is expected to get ``1 + s_1 + ... + s_K`` tokens. Here ``s_j``
-    is the product of the acceptance probabilities of drafts 1 to j, where the probability of a
-    draft is conditional on the acceptance of the previous drafts. The rows of a round are assigned
-    to the drafts with the greatest ``s_j``, over all requests.
+    The draft length of a round is its average number of drafts per batch row: a round of B batch
+    rows with length L verifies at most B * L drafts, but a request may have more or fewer than L.
+
+    A request with K drafts is expected to get ``1 + s_1 + ... + s_K`` tokens. Here ``s_j`` is the
+    product of the acceptance probabilities of drafts 1 to j, where the probability of a draft is
+    conditional on the acceptance of the previous drafts. A round verifies the drafts with the
+    greatest ``s_j`` of all its requests.
 
     An acceptance probability is a moving average over the rounds of a request. It starts at the
     average of all requests. If the drafter generated fewer drafts than it could have, the missing
     drafts count as rejected. If draft j has never been generated, its probability is assumed to be
-    that of draft j - 1. For trees, j is the depth. Each length then has its own probabilities,
+    that of draft j - 1. For trees, j is the depth, and each draft length has its own probabilities,
     because a tree with fewer drafts has another shape.
 
     Round times are moving averages of measured rounds, because grammars, long contexts and host

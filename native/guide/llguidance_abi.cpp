@@ -403,7 +403,8 @@ class LLGuidanceMatcher final : public NativeMatcher {
 
  private:
   // Summary of a mask that LLGuidance has computed. `checksum` is the sum of the mask's words.
-  // `is_cached` is true if LLGuidance has certainly cached the mask.
+  // `is_cached` is true if LLGuidance has certainly cached the mask, because it allows a token with
+  // text; false if this is not known.
   struct ComputedMask {
     uint32_t checksum = 0;
     bool is_cached = false;

@@ -89,8 +89,8 @@ class Marker {
     int32_t state;
     bool found;
   };
-  // Classifies the output after `token`. `state` is the state of the opening before this token; it
-  // is 0 at the start of the output.
+  // Says whether the output still begins with the opening after `token`. `state` is the state from
+  // the previous call; 0 for the first token of the output.
   OpeningStep opening_step(int32_t state, int32_t token) const noexcept;
 
   // Returns the bitmask of the ids for which opening_step() returns kPartial or kComplete in

@@ -26,8 +26,9 @@ __device__ __forceinline__ int first_child(const TreeSize& tree, int level) {
   return level == 1 ? 0 : tree.branch + (level - 2) * tree.branch * tree.branch;
 }
 
-// Returns the row of the f-th parent of the nodes of `level`, in the temporary tree of the nodes
-// that are fed to the drafter. Row 0 is the slot's last token, the only parent of level 1.
+// While a tree grows, the nodes that are fed to the drafter form a temporary tree. Returns the row
+// in it of the f-th fed node of level - 1, whose children are nodes of `level`. Row 0 is the slot's
+// last token, the only parent of level 1.
 __device__ __forceinline__ int fed_row(const TreeSize& tree, int level, int f) {
   return level == 1 ? 0 : (level - 2) * tree.branch + f + 1;
 }

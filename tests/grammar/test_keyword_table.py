@@ -255,7 +255,7 @@ column `auto` shows how graft treats the example with `backend="auto"` if LLGuid
 * *exact*: The keyword is enforced as written.
 * *rewritten*: An equivalent schema is enforced.
 * *narrowed*: Every output satisfies the schema, but some valid values are never produced.
-  `Route.narrowed` names them.
+  `Route.narrowed` describes these values.
 * *refused*: `GrammarSpec.check()` raises an error that names the JSON pointer and the keyword,
   and the engine ends a request with the same error.
 * *annotation*: The JSON Schema standard does not require the keyword to be enforced. It has no

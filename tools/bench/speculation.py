@@ -294,10 +294,11 @@ def masking_of(engine: Engine) -> str | None:
 def _verify_modes(
     options: argparse.Namespace, temperature: float, tree: str | None
 ) -> dict[str | None, str]:
-    """Return the request option ``verify`` for each verification mode to measure, by mode.
+    """Return the value of ``--verify`` to pass to requests for each verification mode, by mode.
 
-    Unless the option is "relaxed", greedy requests are verified greedily, and draft trees by
-    coupled sampling. Values of ``--verify`` with the same effect are therefore measured only once.
+    With the value "relaxed", the mode is "relaxed". With all other values, greedy requests are
+    verified in the mode "greedy", and trees in the mode "coupled". Values with the same mode are
+    therefore measured only once.
     """
     effective = None
     if temperature < GREEDY_TEMPERATURE:

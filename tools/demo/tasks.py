@@ -304,8 +304,8 @@ WEIGHTS = {
 def new_key(rng: random.Random, kind: str, unseen: bool, used: set[str]) -> str:
     """Return a random key that is not in `used`, and add the key to `used`.
 
-    Most keys suit values of the kind `kind` or are invented words. With `unseen`,
-    training excludes the key.
+    Most keys suit values of the kind `kind` or are invented words; some are keys for values of
+    other kinds. With `unseen`, the key is one that the training tasks never use.
     """
     pools = UNSEEN if unseen else SEEN
     invented_share = 0.5 if unseen else 0.4

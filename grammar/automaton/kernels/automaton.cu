@@ -163,8 +163,9 @@ __device__ inline void assign_row(const Advance& a, FillItem& item, unsigned int
   atomicExch(own, ROW_ABSENT);
 }
 
-// For each item that this kernel has written, finds the cached mask row of the item's state, or
-// assigns a row of the cache to it. All threads of the block must call this function.
+// Each item (FillItem) is a mask row that the following automaton_fill fills. For each item that
+// this kernel has written, finds the cached mask row of the item's state, or assigns a row of the
+// cache to it. All threads of the block must call this function.
 __device__ inline void use_cache(const Advance& a, int num_items) {
   if (a.num_rows == 0) return;
   block_sync();  // all threads have written their items

@@ -82,8 +82,8 @@ extern "C" __global__ void attention_plan(const int* slot, const int* pos, int r
     total += __shfl_sync(FULL_WARP, inclusive_sum(splits), 31);
   }
 
-  // Every block gets an equal share of the splits of all tiles. It computes the parts whose middle
-  // is in its share.
+  // Every block gets an equal share of the splits of all tiles. The splits of a tile are divided
+  // into up to PARTS parts. A block computes the parts whose middle is in its share.
   const auto middle_of = [&](int splits_before, int splits) {
     return (2ll * splits_before + splits) * blocks;
   };

@@ -38,9 +38,9 @@ extern "C" __global__ void compact_cache(CACHE* keys, CACHE* values, long long l
   }
 }
 
-// Moves rows of `array` [rows, columns] as compact_cache moves cache entries: the row of entry i of
-// a tree's accepted path becomes row i of the tree. The tree of batch row b begins at row
-// first_row[b]. Grid: (batch rows).
+// Moves rows of `array` [rows, columns], which has one row per forward row, as compact_cache moves
+// cache entries: row from[i] of a tree, entry i of the accepted path, is copied to row i of the
+// tree. The tree of batch row b begins at row first_row[b] of the array. Grid: (batch rows).
 extern "C" __global__ void compact_rows(float* array, const int* first_row, int columns,
                                         const int* row_slot, const RoundRow* rows, int row_words) {
   const int b = static_cast<int>(blockIdx.x);

@@ -105,7 +105,8 @@ struct Path {
   int base;  // position of row 0 of the tree
 };
 
-// Returns the path of a row at sequence position `pos`. `ancestors` may be null.
+// Returns the path of a row at sequence position `pos`. ancestors[row] is Path::drafts of the row;
+// `ancestors` is null if no row belongs to a draft tree.
 __device__ __forceinline__ Path path_at(const unsigned long long* ancestors, int row, int pos) {
   const unsigned long long drafts = ancestors == nullptr ? 0 : ancestors[row];
   return {drafts, pos - __popcll(drafts)};

@@ -116,9 +116,11 @@ class Products:
         )
 
     def gate_interleave(self, dtype: str, columns: int, inner: int) -> int:
-        """Return the number of rows per group whose halves (gate and up rows) are interleaved.
+        """Return the group size with which the rows of a gate and up weight are interleaved.
 
-        Return 0, which means no interleaving, if `gated_linear` needs two kernels for this weight.
+        The first half of each group are gate rows, the second half are up rows; see
+        `Weights.stacked`. Return 0, which means no interleaving, if `gated_linear` needs two
+        kernels for this weight.
         """
         return columns if self.uses_tensor_cores(dtype, columns, inner) else 0
 

@@ -56,8 +56,9 @@ void run_memory(const Work& work);
 std::shared_ptr<MemoryWork> make_alloc(const CUDA_MEM_ALLOC_NODE_PARAMS& params);
 // Returns the work of a node that frees the allocation that starts at an address.
 std::shared_ptr<MemoryWork> make_free(CUdeviceptr p);
-// Completes the work of an allocation or free node that is added to `graph`: allocates the address
-// range of the memory, or records that the memory has a free node. Called under graph_mutex.
+// Called when an allocation or free node with the work `work` is added to `graph`. Allocates the
+// address range of the memory, or records that the memory has a free node. The caller holds
+// graph_mutex.
 void attach_memory(const void* graph, const Work& work);
 // Records the effects of a launch of `program` on its graph memory (INVARIANTS.md M9). Refuses the
 // launch if it would allocate memory that is not freed yet or free memory that is not allocated.

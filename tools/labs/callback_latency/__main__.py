@@ -61,7 +61,8 @@ from graft.tools.labs.callback_latency.transports import (
 PYTHON_STATES = ("idle", "busy")
 #: Number of consecutive replays of one graph.
 BATCH = 10
-#: Minimum share of replays in which the busy thread must hold the GIL at the first callback.
+#: Share of replays in which the busy Python thread should hold the GIL at the first callback. A
+#: measurement with a smaller share is reported as ``NOT BUSY``.
 MIN_BUSY_SHARE = 0.9
 QUANTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 #: Number of times that the wake-up of a sleeping thread is measured.
