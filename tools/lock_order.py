@@ -68,9 +68,10 @@ class Edge:
     #: What the driver call can wait for; empty for an edge from driver to GIL.
     why: str = ""
     thread: str = ""  #: name of the thread
-    #: Python stack and native stack, innermost frame first. For an edge from driver to GIL, the
-    #: Python stack contains only the first function that was entered after the GIL was acquired; it
-    #: is empty if the GIL was not acquired.
+    #: Python stack and native stack, innermost frame first. For an edge from driver to GIL (a
+    #: thread that requests the GIL while the driver calls it), the Python stack contains only the
+    #: first function that the thread entered after it had acquired the GIL. The Python stack is
+    #: empty if the thread did not acquire the GIL.
     python: list[str] = field(default_factory=list)
     native: list[str] = field(default_factory=list)
     #: Number of times the edge occurred. If the process was killed, this is a lower bound.

@@ -198,8 +198,8 @@ class Joiner:
     def _groups(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Join adjacent terminals into one.
 
-        If the lexer could not see where it ends, repetitions in it become rules instead
-        (`Piece.repeated`).
+        If the lexer could not see where the joined terminal ends, those of its parts that are
+        repetitions become rules (`Piece.repeated`), and only the parts between them are joined.
         """
         groups: list[Piece] = []
         for terminal, run in itertools.groupby(pieces, lambda piece: piece.terminal):

@@ -114,9 +114,9 @@ class Drafter:
     vocab
         Vocabulary of the logits; None for a drafter that makes all drafts at once.
     num_candidates
-        Number of ids per position that the drafter scores; None if its logits rank all ids. Drafts
-        of a drafter that sets a number are probed even with ``draft_masking="auto"``: the grammar
-        tests the scored ids first, and then the most likely other ids, until it has tested 16.
+        Number of ids per position that the drafter scores; None if its logits rank all ids. If it
+        is a number, the drafts are probed even with ``draft_masking="auto"``: the grammar tests the
+        scored ids first, and then the most likely other ids, until it has tested 16.
     caches
         KV caches of the drafter. The engine allocates pages for every slot in each of these caches.
     reads_mask_rows
@@ -127,13 +127,14 @@ class Drafter:
         chosen at earlier levels.
     feeds_blocks
         Whether the drafter processes rows at positions after the last draft that can be accepted.
-        The engine reserves these positions if its argument `drafter` has this attribute. A drafter
-        class has it; for a function, set ``function.feeds_blocks = True``.
+        The engine reserves these positions if the object that is passed as its argument `drafter`
+        has this attribute: a drafter class inherits it, and a function needs the line
+        ``function.feeds_blocks = True``.
     lookahead
-        Number of tokens after a position on which the entries of that position in `caches` depend.
-        None means that the entries depend on other state, and that the prefix cache therefore
-        cannot share them. A drafter that sets `lookahead` and keeps state of a request outside
-        `caches` must override `resume`.
+        The entries of a position in `caches` depend on the tokens up to this position and on this
+        number of tokens after it. None means that the entries depend on other state, and that the
+        prefix cache therefore cannot share them. A drafter that sets `lookahead` and keeps state of
+        a request outside `caches` must override `resume`.
     """
 
     shape: TreeShape

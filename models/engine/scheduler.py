@@ -409,9 +409,10 @@ class Scheduler:
             self.slots.reclaim_all()
             short = self._allocate_pages()
         self.slots.prefill(self.replays.round_s)
-        # If `prefill` has enqueued work, a replay must be launched after it. A slot is freed when
-        # the replay that was launched last before its request left has retired. Without a replay
-        # after `prefill`, the slot might be freed while its prefill is still running.
+        # If `prefill` has enqueued work, a replay must be launched after it. When a request leaves,
+        # its slot is freed as soon as the replay that was launched last at this time has retired.
+        # Without a replay after `prefill`, the slot of a request that leaves might therefore be
+        # freed while its prefill is still running.
         states = [state for state in running.values() if state not in short]
         if not states:
             return False

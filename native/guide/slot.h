@@ -188,9 +188,10 @@ struct Usage {
   int64_t memory = 0;   // bytes by which the process has grown during the request's late orders
 };
 
-// Work order of a slot, and the state of the slot's matcher. The thread that serves the order owns
-// these members while the slot is busy; otherwise, the thread that runs the steps does. `index` and
-// `matcher` do not change while the slot is busy, so a step may read them at any time.
+// Work order of a slot, and the state of the slot's matcher. While the slot is busy, the thread
+// that serves the order owns all members; otherwise, the thread that runs the steps owns them.
+// `index` and `matcher` do not change while the slot is busy, so the thread that runs the steps may
+// read these two at any time.
 struct SlotWork {
   int index = 0;  // number of the slot
   // Borrowed from the host, which keeps it alive while the snapshot of a replay (worker.h) contains

@@ -38,9 +38,9 @@ def row_parts(device: Device, columns: int) -> int:
 def step_ranges(parts: int) -> list[tuple[int, int]]:
     """Return the first and the last step (STEP_* in row.cuh) of each launch that samples rows.
 
-    If several blocks (`parts`) share a row, each of the three steps gets its own launch, because
-    the blocks can share only the first step of a launch; the last block to finish runs the later
-    steps alone. A single block runs all steps in one launch.
+    A single block per row runs all three steps in one launch. If several blocks (`parts`) share a
+    row, each step gets its own launch: if one launch ran several steps, the blocks would share only
+    the first of them, and the last block to finish it would run the others alone.
     """
     return [(0, 2)] if parts == 1 else [(step, step) for step in range(3)]
 

@@ -41,12 +41,15 @@ __device__ inline int relaxed_token(const Slot& slot, int draft_len, int j, cons
 
 // Applies mask and filters to the rows of the target's logits, and samples a token for each row.
 //
-// Forward row r belongs to batch row b and its draft j, see map_entry. Its logits are those after
-// draft j, at position n + depth, and they decide the next token under mask row j. If draft j + 1
-// is verified by rejection sampling (test_drafts), the row gets no token here. Rows without a
-// request (padding, inactive slots, rows beyond the drafts) and rows whose mask row is not ready
-// get row_ok = 0. The state of the mask row is read from `row_state`, to which adjust_logits has
-// copied it, and not again from host memory, so that both kernels use the same state.
+// Forward row r belongs to batch row b and to draft j of its request, see map_entry. The logits of
+// the row are the target's output for draft j (the last token for j = 0), whose position is Slot::n
+// plus its depth in the draft tree. The token after it is sampled under mask row j. If draft j + 1
+// is verified by rejection sampling (test_drafts), the row gets no token here.
+//
+// `row_ok` receives the status ROW_* of row_sample. It is 0 for rows without a request (padding,
+// inactive slots, rows beyond the drafts) and rows whose mask row is not ready. The state of the
+// mask row is read from `row_state`, to which adjust_logits has copied it, and not again from host
+// memory, so that both kernels use the same state.
 extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
     sample_target(const float* logits, int vocab_size, int token_limit, const int* row_slot,
                   const int* map, const Slot* slots, const int* masks, const ExchangeLayout layout,

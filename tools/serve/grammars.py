@@ -71,8 +71,8 @@ def find_grammars(
         if len(found) == 1 and not tools.required:
             found[0].check_size(limits)
             form = one_of([tool_format.calls(tools), _as_format(found[0])])
-            # The caller also checks the grammar `found[0]` on its own, so that its errors name its
-            # field.
+            # Return `found[0]` too, although it has become a part of `form`. The caller then checks
+            # this grammar separately, so that an error names the field that contains it.
             unused, found = found, []
         elif tools.required and [grammar.name for grammar in found] == ["response_format"]:
             # The output is a call, so there is no content to which response_format applies.

@@ -306,7 +306,10 @@ class RequestParser:
         return tokens
 
     def _reasoning_start(self, prompt: Sequence[int], continued: str) -> bool | None:
-        """Return whether the output starts within a reasoning section; None if it has none."""
+        """Return whether the output starts within a reasoning section.
+
+        Return None if the output cannot have such a section, see `reasoning.has_reasoning`.
+        """
         if self._reasoning_parser is None:
             return None
         text = self.tokenizer.decode(prompt[-64:], special=True)

@@ -132,9 +132,10 @@ class ResponsesWriter:
     def _parts(self, event: Event) -> list[tuple[str, Any, list[dict[str, Any]]]]:
         """Return the new parts of the output in order, as tuples (kind, part, log probabilities).
 
-        If a chunk of a chat completion has both content and a call, it does not show which of them
-        comes first. If the model may call tools, the text is therefore processed character by
-        character, so that no chunk has both. Parts that belong together are then joined.
+        The output is parsed into chunks of a chat completion first. A chunk with both content and a
+        call would not show which of them comes first. If the model may call tools, the text is
+        therefore parsed character by character, so that no chunk has both. Consecutive parts of the
+        same item are then joined.
         """
         pieces = [event]
         if self._api_request.body.chosen_tools.functions and event.text:

@@ -26,7 +26,7 @@ class ToolChoice:
 
     @property
     def is_array(self) -> bool:
-        """Whether required calls are written as a JSON array, if the notation has one."""
+        """Whether the output is an array of calls, if the model's notation of calls has arrays."""
         return self.required and self.parallel
 
 

@@ -56,10 +56,10 @@ struct Batch {
   static constexpr int SUMS = SUMS_;
 };
 
-// Returns the swizzled shared-memory index of pack t (0 to 3) of half-stage `sub` (32 inner
-// indices) of a row. The swizzle avoids bank conflicts between the lanes of one access, which read
-// adjacent rows of one half-stage or one row of both half-stages. `half` is 1 for packs of 16 bytes
-// and 2 for packs of 8 bytes.
+// Returns the swizzled shared-memory index of pack t (0 to 3) of a row, in half `sub` of a pipeline
+// stage (a half has 32 inner indices). The swizzle avoids bank conflicts between the lanes of one
+// access, which access adjacent rows in the same half, or the same row in both halves. `half` is 1
+// for packs of 16 bytes and 2 for packs of 8 bytes.
 __device__ __forceinline__ int swizzle(int rows, int row, int sub, int t, int half) {
   return (sub * rows + (row ^ sub * half)) * 4 + t;
 }

@@ -35,8 +35,8 @@ __device__ __forceinline__ float gated(float gate, float up) {
 }
 
 // Sums COUNT values (a power of two) in a fixed tree, folding the halves onto each other. The
-// values are overwritten. The function is recursive, because compilers vectorize a loop nest only
-// if they unroll the outer loop.
+// values are overwritten. The function is recursive instead of an outer loop over the levels of the
+// tree, because compilers vectorize the inner loop only if they have unrolled the outer one.
 template <int COUNT>
 __device__ __forceinline__ float tree_sum(float* values) {
   if constexpr (COUNT == 1) {

@@ -65,7 +65,8 @@ class LaunchCounts {
     uint32_t base = 0;            // minimum depth of all later instructions
     uint32_t loaded = 0;          // maximum depth of the values that were loaded
     uint32_t stored = 0;          // maximum depth of the values that were stored
-    // By Instr::site: the last address in host memory that was loaded, and the depth of its value.
+    // By Instr::site (load instruction): the last address in host memory that was loaded, and the
+    // depth of the loaded value.
     std::unordered_map<uint32_t, std::pair<const char*, uint32_t>> last;
   };
 

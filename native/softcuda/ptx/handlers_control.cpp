@@ -273,8 +273,8 @@ const Instr* indexed_branch(Warp& w, const Instr* in) {
 }
 
 // bar and barrier. Operands: op[0] is the number of the barrier, op[1] the number of threads or
-// kNoRegister, op[2] the predicate or kNoRegister, op[3] the destination. `count` is a sum of 1
-// (the lanes wait) and 2 (the barrier is aligned).
+// kNoRegister, op[2] the predicate or kNoRegister, op[3] the destination. `count` has two flags:
+// bit 0 means that the lanes wait, and bit 1 that the barrier is aligned.
 const Instr* barrier(Warp& w, const Instr* in) {
   const uint32_t lanes = active_lanes(w, in);
   if (lanes == 0) return in + 1;
