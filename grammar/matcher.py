@@ -96,9 +96,9 @@ class CompiledGrammar:
     def matcher(self, stop_ids: Iterable[int] | None = None, tokens: Iterable[int] = ()) -> Matcher:
         """Return a new matcher that has already accepted the given tokens.
 
-        If the specification has a marker, the matcher starts in the free text before the marker. If
-        the marker has an opening, the output may begin with the opening and free text, or directly
-        with text of the grammar.
+        If the specification has a marker, the grammar applies only after this text, and the matcher
+        starts in the free text before it. If the marker has an opening, the output has free text
+        only if it begins with the opening; otherwise, it begins directly with text of the grammar.
 
         Parameters
         ----------

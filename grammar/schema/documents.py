@@ -192,8 +192,9 @@ def required_of(schema: SchemaObject) -> list[str]:
 def has_orders(part: SchemaObject) -> bool:
     """Return whether objects that satisfy the schema can have their keys in several orders.
 
-    Each named key counts as a kind of keys, as do the keys of each pattern, and all other keys
-    together. The result is True if the schema allows at least two kinds.
+    The result is an estimate. The schema is assumed to allow one key for each required name, for
+    each property, for each pattern, and, if additional properties are allowed, for all other names
+    together. The result is True if there are at least two such keys.
     """
     values = values_of(part)
     if values is not None:

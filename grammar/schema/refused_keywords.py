@@ -256,9 +256,9 @@ class _Search:
         return _kind(error) == kind or _ARTIFACT.search(error) is not None
 
     def _error(self, removed: Sequence[_Place]) -> str:
-        """Return the error of the schema without the keywords `removed`.
+        """Remove the keywords `removed` from the schema and return LLGuidance's error for the rest.
 
-        Raise `_NotFound` after the deadline.
+        The result is "" if LLGuidance accepts it. Raise `_NotFound` after the deadline.
         """
         if time.thread_time() > self._deadline:
             raise _NotFound

@@ -37,7 +37,7 @@ __all__ = ["DFlash2"]
 
 
 class DFlash2(BlockDrafter):
-    """Drafter that convolves the rows of a block and samples among candidates of a selector.
+    """Block drafter with convolutions and a candidate selector, as the module docstring describes.
 
     The folder has the tensors of a `DFlash` folder, ``candidate_selector.*`` and, in every layer,
     ``attention_conv.*`` and ``mlp_conv.*``.

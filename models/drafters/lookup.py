@@ -51,9 +51,8 @@ class PromptLookup(Drafter):
         Maximum number of drafts per request; None: as many as a round can verify.
     public
         Whether to search the histories of all requests, including finished ones. The drafts of a
-        request then depend on other requests. The output tokens of the request do not depend on
-        other requests. With rejection sampling, only the distribution of the output tokens is
-        independent of other requests.
+        request then depend on other requests. Its output tokens do not, except with rejection
+        sampling, where other requests may change the tokens, but not their distribution.
     kept
         Number of histories of finished requests that are kept when their slots are reused. Only
         used with `public`. The oldest kept history is replaced first. The histories are freed
@@ -65,7 +64,7 @@ class PromptLookup(Drafter):
         Which occurrences vote: none ("NONE"), all that match at least `shortest` tokens ("ALL"), or
         those of the longest suffix that occurs ("LONGEST").
     factor
-        Maximum number of drafts per token of the matched suffix.
+        Maximum number of drafts, as a multiple of the number of tokens of the matched suffix.
     threshold
         Minimum score of a draft, from 0 to 1.
 

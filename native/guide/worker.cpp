@@ -176,8 +176,8 @@ void Worker::step(const StepRecord& record) noexcept {
     // open step that finds the slot idle.
     if (slot.assignment.epoch != request.epoch) continue;
 
-    // If the draft step chooses the drafts from a lattice of candidates, it does so for requests
-    // without a grammar, too. The host publishes these requests only if the drafts are trees.
+    // If the draft step chooses the drafts from a lattice of candidates, it also serves requests
+    // without a grammar. The snapshot contains such requests only if the drafts are trees.
     const bool lattice = is_lattice_mode(exchange_.layout.mode) && record.step == Step::kDraft;
     if (slot.work.matcher == nullptr && !lattice) continue;
     if (record.step == Step::kOpen) read_commit(slot, idle, replay_ - 1);

@@ -29,8 +29,9 @@ struct WorkerOptions {
 // A thread and the ports that it serves. The thread sleeps while no launch of any of its graphs is
 // in flight (INVARIANTS.md M7). It ends after the last owner of this object is gone.
 //
-// Created by std::make_shared only (see GraphState in state.h), because the worker's own thread may
-// drop the last reference, which must not require the GIL.
+// Created by std::make_shared only. The deleter of a control block that nanobind creates acquires
+// the GIL (see GraphState in state.h). The worker's own thread may drop the last reference, and
+// must not need the GIL for that.
 class Worker : public std::enable_shared_from_this<Worker> {
  public:
   explicit Worker(WorkerOptions options);

@@ -56,8 +56,8 @@ struct RowStamp {
   int detail;
 };
 
-// Tokens that a replay committed to a slot. An array of `rows` ids follows the struct; the first
-// `count` of them are used.
+// Tokens that a replay committed to a slot. An array of ExchangeLayout::rows ids follows the
+// struct; the first `count` of them are used.
 struct Committed {
   int replay;
   int count;

@@ -416,8 +416,9 @@ struct Cut {
   }
 };
 
-// Converts the logits of a slice that row_best stored in work[] to weights. If top-k or top-p
-// applies, adds the weights to the histogram scratch.spans; otherwise returns their sum.
+// Converts the logits of a slice, which row_best stored in Weights::work, to weights there. If
+// top-k or top-p applies, adds the weights to the histogram scratch.spans and returns 0; otherwise
+// returns their sum.
 __device__ __forceinline__ u64 row_weigh(const Weights& w, const Slice& own, Scratch& scratch) {
   const int begin = own.begin + static_cast<int>(threadIdx.x);
   float* work = w.work;

@@ -16,9 +16,10 @@ matcher. The keys have the order of the input file. The verdict on a schema is o
 correct
     All valid instances are accepted, and all invalid ones are rejected.
 flagged
-    graft's router declared in advance that results may be wrong. There are two cases. Either the
-    router declared that the grammar does not enforce all of the schema. Or all wrong results are
-    rejected valid instances whose rejection `Route.narrowed` or `Route.spelling` declares.
+    Some results are wrong, but graft's router declared this in advance. There are two cases. The
+    router declared that the grammar does not enforce all of the schema. Or no invalid instance is
+    accepted, and `Route.narrowed` or `Route.spelling` declares that the rejected valid ones are
+    excluded.
 refused
     The schema does not compile.
 overconstrained

@@ -165,10 +165,10 @@ def differences(configurations: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 def _compared_key(
     one: Mapping[str, Any], other: Mapping[str, Any], first_drafter: str | None
 ) -> str | None:
-    """Return the only key in which two configurations differ.
+    """Return the only key in which two configurations differ, if `differences` compares them.
 
-    The result is None if `differences` does not compare `one` with `other`. Other drafters are
-    compared with `first_drafter`.
+    The result is None if they differ in several keys, or if `differences` compares them in the
+    other order or not at all. Drafters are compared with `first_drafter` only.
     """
     changed = {key for key in CONFIGURATION_KEYS if one[key] != other[key]}
     if one["masking"] != "none" and other["masking"] != "none":

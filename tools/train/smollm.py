@@ -535,9 +535,10 @@ class Trainer:
     def _loss_positions(self, row: Row, steps: int) -> list[int]:
         """Return the positions of a row at which the loss is computed.
 
-        These are the positions that predict the tokens of the answer. With one draft step, a random
-        tenth of the prompt's positions is added. With several draft steps, the two positions before
-        them are added.
+        These are the positions that predict the tokens of the answer, and some before them. If the
+        loss is computed for one draft (`steps` is 1), a random tenth of the prompt's positions is
+        added. If it is computed for several consecutive drafts, the last two positions before the
+        answer's positions are added, so that later drafts predict the first tokens of the answer.
         """
         if steps == 1:
             sample = self.rng.sample(range(28, row.start - 2), (row.start - 30) // 10)

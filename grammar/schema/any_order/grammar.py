@@ -131,10 +131,10 @@ def _cause_score(part: SchemaObject, error: NoExactForm) -> int:
 class _RuleBuilder:
     """Builds the Lark rules of one schema document.
 
-    There is one rule per conjunction, that is, per set of schemas all of which a value must
-    satisfy. The methods take a conjunction as a tuple `parts`. The rule matches the JSON texts of
-    the values that satisfy all schemas in `parts`. The methods append errors to the attributes
-    `ordered` and `excluded`, which `any_order_grammar` returns as reasons.
+    A conjunction is a set of schemas, which the methods take as a tuple `parts`. There is one rule
+    per conjunction: it matches the JSON texts of the values that satisfy all schemas in `parts`.
+    The methods append errors to the attribute `ordered` where keys keep the schema's order, and to
+    `excluded` where valid keys are never produced. `any_order_grammar` returns both as reasons.
     """
 
     def __init__(self, json_parts: JsonParts):

@@ -268,8 +268,8 @@ def contains(part: Any, schema: SchemaObject, prefix: str) -> list[Any]:
     The required items can be at different positions of the array. There is one schema for each set
     of positions. `prefix` is the keyword that the document's draft uses for the schemas of the
     first items: ``"prefixItems"`` or ``"items"``. Raise `NoExactForm` if the array schema has
-    ``maxContains``. If `part` does not allow every item, also raise it if there is no ``maxItems``,
-    or if there are too many sets of positions.
+    ``maxContains``. If `part` does not allow every item, also raise it without ``maxItems``, or if
+    there are too many sets of positions.
     """
     min_contains = int(schema.get("minContains", 1))
     max_items = schema.get("maxItems")

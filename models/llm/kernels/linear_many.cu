@@ -38,8 +38,9 @@
 #define X_ROW_STEP (WARPS * 32 / PACKS)
 #define X_AT_ONCE ((ROW_BLOCK + 63) / 64)
 #define BLOCKS_PER_MULTIPROCESSOR (ROW_BLOCK == 32 ? 2 : 1)
-// Whether the positions of the rows are loaded to shared memory before the main loop. Tall tiles
-// have no shared memory left for them, because the totals over partial sums are stored there.
+// Whether position, slot and ancestors of each row (RowState), which RoPE and the KV cache need,
+// are loaded to shared memory before the main loop. Tall tiles (TALL) have no shared memory left
+// for them, because the totals over partial sums are stored there.
 #define SHARES_STATES (ROPE_HEAD_DIM && !TALL)
 // Whether an operation with unknown result stores each operand A to the four adjacent registers
 // from which mma instructions read it. Otherwise the compiler moves the operand there again before

@@ -91,8 +91,8 @@ void prefetch(CUdeviceptr p, size_t bytes, const CUmemLocation& location, CUstre
   a->hints.prefetched = location;
 }
 
-// Converts a location to the number that the attributes without separate location type and id
-// return: a device number, CU_DEVICE_CPU or CU_DEVICE_INVALID.
+// Converts a location to one number: a device number, CU_DEVICE_CPU or CU_DEVICE_INVALID. The older
+// range attributes return this number, the newer ones type and id of the location.
 int device_of(const CUmemLocation& location) {
   if (location.type == CU_MEM_LOCATION_TYPE_DEVICE) return location.id;
   return location.type == CU_MEM_LOCATION_TYPE_HOST ? kCpu : kNowhere;
