@@ -6,10 +6,12 @@ columns.
 """
 
 import numpy as np
+import numpy_llama
 import pytest
 from gpu_util import LIMIT_S, PROBE, random_array
-from model_util import make_rows, same_bits, upload
+from model_util import allocate_pages, forward, load_llama, make_rows, same_bits, upload
 from test_attention import Case
+from tiny_models import llama_config, make_tiny_llama
 
 from graft.cudagraph.driver.dtypes import E4M3, to_float32
 from graft.cudagraph.lanes import StreamLane
@@ -123,6 +125,29 @@ def test_attention_equals_softmax_and_single_rows(device, stream, length, small)
         expected = case.wanted(slot, position).ravel()
         assert np.linalg.norm(row - expected) <= ROUNDED_TOLERANCE * np.linalg.norm(expected)
     assert same_bits(case.on_stream(stream, slots[:1], positions[:1], 4), found[:1].copy())
+
+
+@pytest.mark.full
+def test_forward_pass_equals_reference_in_all_chunk_sizes(device, stream, tmp_path, small):
+    """A layer and the LM head, with norms, RoPE, gates and residuals.
+
+    Chunks of 1, 8 and 33 tokens give the bits of one chunk of 42 tokens.
+    """
+    sizes = (64, 128, 2, 1, 64) if small else (4096, 4096, 32, 8, 128)
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    fields = dict(zip((*names, "head_dim"), sizes, strict=True))
+    fields |= {"num_hidden_layers": 1, "vocab_size": 512, "tie_word_embeddings": False}
+    weights = make_tiny_llama(tmp_path, dtype="bfloat16", **fields)
+    model = load_llama(device, tmp_path, form="warp")
+    tokens = 7 * np.arange(42)
+    for slot in (0, 1):
+        allocate_pages(stream, model.kv, slot, 42)
+    chunks = [(0, 1), (1, 9), (9, 42)]
+    parts = [forward(stream, model, tokens[a:b], 0, np.arange(a, b)) for a, b in chunks]
+    logits = np.concatenate(parts)
+    expected = numpy_llama.llama_logits(weights, llama_config(**fields), tokens)
+    assert np.linalg.norm(logits - expected) <= ROUNDED_TOLERANCE * np.linalg.norm(expected)
+    assert same_bits(forward(stream, model, tokens, 1, np.arange(42)), logits)
 
 
 @pytest.mark.full
