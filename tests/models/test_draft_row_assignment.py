@@ -17,7 +17,7 @@ from graft.sampling.exchange import Exchange
 from graft.sampling.mode import DraftMode
 from graft.sampling.state import SLOT, SlotState
 
-SLOTS = 9
+SLOTS = 12
 REPLAY = 5
 
 
@@ -121,8 +121,8 @@ def test_round_begin_assigns_rows_by_acceptance(device, stream):
     rng = np.random.default_rng(3)
     num_cut = 0
     for _ in range(120):
-        max_drafts = int(rng.choice([1, 3, 7]))
-        batch = int(rng.integers(1, 9))
+        max_drafts = int(rng.choice([1, 3, 7, 60]))
+        batch = int(rng.integers(1, SLOTS + 1))
         slots = random_slots(rng, max_drafts)
         input_slots = np.where(
             rng.random(batch) < 0.85,

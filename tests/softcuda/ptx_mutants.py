@@ -33,6 +33,7 @@ GRAFT = "cudagraph/kernels/graft.cuh"
 MAILBOX_KERNELS = "cudagraph/kernels/mailbox.cu"
 RELEASE = "st.release.sys"
 SYSTEM_FENCE = "  __threadfence_system();\n"
+COUNTER = "  *counter = number;\n"
 
 PROGRAMMATIC = "models/test_programmatic.py::test_programmatic_kernels_wait_for_previous_kernel"
 
@@ -88,7 +89,7 @@ MUTANTS = [
            "scratch.columns[atomicAdd(&scratch.listed, 1u)] = i;",
            "scratch.columns[scratch.listed++] = i;", TARGET, "result", ""),
     Mutant("round_begin: drafts counted without atomics", "models/round/kernels/round.cu",
-           "atomicAdd(&num_above, own_above);", "num_above += own_above;", BEGIN, "fault", ""),
+           "atomicAdd(&num_above[bit], own_above);", "num_above[bit] += own_above;", BEGIN, "fault", ""),
     Mutant("row: all threads write the cut's token", SAMPLING + "row.cuh",
            "  if (threadIdx.x == 0) {\n    u64 left = *need;", "  {\n    u64 left = *need;",
            TARGET, "race", ""),
@@ -180,7 +181,7 @@ MUTANTS = [
            "  if (early == 3e38f) return;\n  const Output y = {", PROGRAMMATIC, "fault", ""),
     *(
         Mutant(f"mailbox: {name}", GRAFT, RELEASE, store, MAILBOX, "result", "",
-               ((MAILBOX_KERNELS, SYSTEM_FENCE, fence),))
+               ((MAILBOX_KERNELS, COUNTER + SYSTEM_FENCE, COUNTER + fence),))
         for name, store, fence in (
             ("no fence, and the request is stored without release", "st.relaxed.sys", ""),
             ("fence and release with the scope of a block", "st.release.cta",

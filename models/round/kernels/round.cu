@@ -3,6 +3,9 @@
 #include "sampling/kernels/slot.cuh"
 #include "timing.cuh"
 
+constexpr int PRIORITY_BITS = 62;
+constexpr int HELD = 4;  // priorities that a thread keeps in registers
+
 // Returns the priority of draft j of batch row b. Drafts with greater priority get forward rows
 // first. The upper 32 bits are the acceptance probability in past rounds; it is at most 1.0, so
 // bits 62 and 63 are 0. The lower bits prefer smaller j and then smaller b, so no two priorities
@@ -38,13 +41,15 @@ extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ri
                                        int* row_slot, int* first, int* map, int* token, int* slot,
                                        int* pos, unsigned long long* ancestors, long long* timeline,
                                        int timeline_stride, int timeline_entries) {
-  __shared__ int drafts, num_above, published;
+  __shared__ int drafts, published;
+  __shared__ int num_above[PRIORITY_BITS];
   const int tid = static_cast<int>(threadIdx.x);
   const int step = static_cast<int>(blockDim.x);
   const int now = replay_after(*replay);
   const int entry = static_cast<int>(static_cast<unsigned int>(now) % ring_entries);
   const int draft_rows = rows - batch;
   const int max_drafts = layout.rows - 1;
+  for (int bit = tid; bit < PRIORITY_BITS; bit += step) num_above[bit] = 0;
   if (tid == 0) {
     drafts = 0;
     published = load_acquire_system(ring_stamp + entry * ring_stamp_stride) == now;
@@ -61,24 +66,31 @@ extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ri
   }
   __syncthreads();
   if (drafts > draft_rows) {
+    // Returns the priority of a draft by its index; 0 if there is no such draft.
+    const auto priority_of = [&](int c) -> unsigned long long {
+      const int b = c / max_drafts;
+      const int j = c % max_drafts + 1;
+      const int s = b < batch ? row_slot[b] : -1;
+      return s < 0 || j > slots[s].draft_len ? 0 : priority(slots[s], b, j);
+    };
+    // The search below has a step for each bit, so a thread keeps its first priorities in
+    // registers.
+    unsigned long long held[HELD];
+#pragma unroll
+    for (int k = 0; k < HELD; ++k) held[k] = priority_of(tid + k * step);
     unsigned long long threshold = 0;  // lowest priority that gets a row, found bitwise
-    for (int bit = 61; bit >= 0; --bit) {
+    for (int bit = PRIORITY_BITS - 1; bit >= 0; --bit) {
       const unsigned long long tried = threshold | 1ull << bit;
-      if (tid == 0) num_above = 0;
-      __syncthreads();
       int own_above = 0;
-      for (int c = tid; c < batch * max_drafts; c += step) {
-        const int s = row_slot[c / max_drafts];
-        const int j = c % max_drafts + 1;
-        if (s < 0 || j > slots[s].draft_len) continue;
-        own_above += priority(slots[s], c / max_drafts, j) >= tried ? 1 : 0;
+#pragma unroll
+      for (int k = 0; k < HELD; ++k) own_above += held[k] >= tried;
+      for (int c = tid + HELD * step; c < batch * max_drafts; c += step) {
+        own_above += priority_of(c) >= tried;
       }
-      if (own_above != 0) atomicAdd(&num_above, own_above);
+      if (own_above != 0) atomicAdd(&num_above[bit], own_above);
       __syncthreads();
-      const bool found = num_above == draft_rows;
-      if (num_above >= draft_rows) threshold = tried;
-      __syncthreads();
-      if (found) break;
+      if (num_above[bit] >= draft_rows) threshold = tried;
+      if (num_above[bit] == draft_rows) break;
     }
     for (int b = tid; b < batch; b += step) {
       const int s = row_slot[b];
