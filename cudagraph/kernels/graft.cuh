@@ -143,6 +143,18 @@ __device__ __forceinline__ int load_acquire_system(const int* word) {
 #endif
 }
 
+// Loads a word of mapped host memory that the host may store at any time. The load orders no other
+// accesses.
+__device__ __forceinline__ int load_relaxed_system(const int* word) {
+#ifdef __CUDA_ARCH__
+  int value;
+  asm volatile("ld.relaxed.sys.global.s32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+#else
+  return __atomic_load_n(word, __ATOMIC_RELAXED);
+#endif
+}
+
 // Returns the device's global timer in nanoseconds. Its resolution is about 1 us on GPUs.
 __device__ __forceinline__ unsigned long long global_timer_ns() {
 #ifdef __CUDA_ARCH__

@@ -27,13 +27,17 @@ __device__ __forceinline__ int next_number(unsigned int* counter) {
 
 // Polls `ack` until the worker has stored `number`, the number of the awaited request, in it.
 // Returns false if this takes more than `deadline_ns` nanoseconds of the device's global timer.
+//
+// The polls are relaxed, because each acquire load would invalidate the L1 cache, which concurrent
+// kernels use. The fence after the last poll gives it acquire order.
 __device__ __forceinline__ bool wait_for(const int* ack, int number,
                                          unsigned long long deadline_ns) {
   const unsigned long long begin = global_timer_ns();
-  while (load_acquire_system(ack) != number) {
+  while (load_relaxed_system(ack) != number) {
     if (global_timer_ns() - begin > deadline_ns) return false;
     pause_polling();
   }
+  __threadfence_system();
   return true;
 }
 
