@@ -189,8 +189,8 @@ class GuidedDecoder:
         self._owners: dict[int, GuidedRequest] = {}  # latest request of each slot
         self._closed = False
         self._deadline_s = deadline_s
-        # One thread runs all steps that `add` appends as mailboxes or spin kernels, because the
-        # steps run one after another.
+        # One thread runs all steps that are added with the transport "mailbox" or "spinkernel",
+        # because the steps run one after another.
         self._mailbox_worker: MailboxWorker | None = None
         self._worker = _native.guide.Worker(
             exchange.host_ptr,

@@ -224,9 +224,10 @@ class TreeSampler:
         self._rank(lane, logits, row_slot, level)
 
     def draft(self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, level: int) -> None:
-        """Choose the nodes of a level that are fed to the drafter; at the last level, the drafts.
+        """Choose the nodes of a level that are fed to the drafter.
 
-        The arguments have the same meaning as in `candidates`.
+        At the last level, choose the drafts from the nodes of all levels instead. The arguments
+        have the same meaning as in `candidates`.
         """
         if not self._probes:
             self._rank(lane, logits, row_slot, level)

@@ -294,7 +294,7 @@ class LLGuidanceBackend:
             return made
 
     def _named_tokens(self, references: Iterable[str]) -> frozenset[int]:
-        """Return the ids of the tokens with text that a Lark grammar names.
+        """Return the ids of those tokens that a Lark grammar names although they have text.
 
         `references` are the names in the grammar, such as ``<name>`` and ``<[7]>``.
         """

@@ -287,8 +287,9 @@ class _Lowering:
         """Return the ways to write a text of a tag, each as a list of consecutive pieces.
 
         If the text begins with the name of a special token, there are two ways: one begins with the
-        name as text, the other with the token. Each later name in the text becomes one piece, which
-        matches the name as text or as the token.
+        name as text, the other with the token. They are separate because the name as text must be
+        joined with the text after it. Each later name in the text becomes one piece, which matches
+        the name as text or as the token.
         """
         parts = split_names(text, self._special)
         if not any(is_name for _, is_name in parts):

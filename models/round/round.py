@@ -334,7 +334,10 @@ class RoundGraph:
         self._model.kernel(kernel, 1, _THREADS, args, name="begin")
 
     def _input_args(self) -> list[object]:
-        """Return the arguments with which ``begin`` reads the slots from the input ring."""
+        """Return the arguments with which the kernel ``round_begin`` finds its entry in `inputs`.
+
+        The host has written the slot of each batch row to this entry.
+        """
         inputs = self.resources.inputs
         slots = inputs["slot"]
         stamp = inputs.stamp

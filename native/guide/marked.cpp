@@ -412,8 +412,9 @@ class MarkedMatcher final : public NativeMatcher {
     if (inside + skipped == tokens && !in_opening) return Outcome::kYes;
     started_ = stopped_ = false;
     if (free > 0) {
-      // `history_` has only the states before the last kHistory tokens of the free text. Although
-      // some of these tokens are now undone, no token before them can be undone.
+      // `history_` has one state for each of the last kHistory tokens of the free text: the state
+      // before the token. Some of these tokens are now undone. The tokens before these kHistory
+      // tokens still cannot be undone later.
       first_undoable_ = std::max(first_undoable_, num_free_tokens_ - kHistory);
       num_free_tokens_ -= free;
       state_ = history_[static_cast<size_t>(num_free_tokens_ % kHistory)];

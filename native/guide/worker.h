@@ -169,8 +169,7 @@ class Worker {
   // waits until the budget ends.
   static constexpr int64_t kSlowFactor = 20;
   static constexpr int64_t kMinSlowNs = 100'000'000;
-  // A request fails when the processor time of its slow orders reaches kMaxSlow times the time that
-  // makes one order slow.
+  // A request fails when the total processor time of its slow orders reaches kMaxSlow * slow_ns().
   static constexpr int64_t kMaxSlow = 20;
 
   // Maximum time, as a multiple of the budget, that a step waits for pool threads that get no

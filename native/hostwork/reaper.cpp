@@ -71,8 +71,8 @@ class StreamFences {
     }
     return idle;
   }
-  // Returns the number of a period. The work that was enqueued before this period began has ended
-  // on all streams.
+  // Returns the number of the latest period of which the following is known: all work that was
+  // enqueued before this period began has ended, on all streams.
   std::uint64_t ended() const {
     std::uint64_t period = period_;
     for (const Fence& fence : streams_) period = std::min(period, fence.ended);

@@ -124,8 +124,8 @@ std::int64_t GraphState::base() const {
   return parent->base() + parent_launches_at_join_ - launched_.load(std::memory_order_relaxed);
 }
 
-// Stores the status words, the replay number before the reason (INVARIANTS.md E3). The caller must
-// hold the mutex.
+// Stores the status words: first the replay number (word 1), then `code`, the reason of the failure
+// (word 0; INVARIANTS.md E3). The caller must hold the mutex.
 void GraphState::store_status(std::int32_t code, std::int64_t replay) noexcept {
   for (std::int32_t* words : status_) {
     store_release(words + 1, static_cast<std::int32_t>(replay & 0x7fffffff));

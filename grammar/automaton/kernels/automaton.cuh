@@ -105,8 +105,8 @@ struct CachedRow {
   unsigned int used;  // number of the last kernel that has found or assigned the row
 };
 
-// Tables of all automata, and the bytes of the tokens of the vocabulary: token i has bytes
-// offsets[i] to offsets[i + 1]. Ids from `num_tokens` have no text.
+// Tables of all automata, and the bytes of the tokens of the vocabulary: token i < num_tokens has
+// bytes offsets[i] to offsets[i + 1]. Greater ids have no text.
 struct Tables {
   unsigned char* memory;
   const int* offsets;

@@ -25,8 +25,8 @@ _BOUNDS = re.compile(r"\{\d+(?:,\d*)?\}")
 #: or a single character.
 _PIECE = re.compile(rf"\\.|\[(?:\\.|[^\]\\])*\]|\(\??|[*+?]|{_BOUNDS.pattern}|.", re.DOTALL)
 
-#: Escape sequences with a letter: those that Rust and ECMA-262 share, and those that `code_point`
-#: returns.
+#: Escape sequences with a letter: those that Rust's regular expressions and ECMA-262 share, and the
+#: escape sequences of code points (`code_point`).
 _ESCAPE = re.compile(r"\\([dDwWtnvfr]|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8})")
 
 

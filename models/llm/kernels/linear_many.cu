@@ -177,8 +177,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
     }
     commit_copies();
   };
-  // Registers for prefetched float inputs. They are loaded before half-stage `sub` is multiplied
-  // and stored to shared memory afterwards.
+  // Registers for prefetched float inputs. Inputs are loaded to them before half `sub` of a
+  // pipeline stage is multiplied, and stored from them to shared memory afterwards.
   Floats4 prefetched[X_AT_ONCE][2];
   const auto load_x = [&](int sub) {
 #pragma unroll

@@ -1,4 +1,5 @@
-// Loops over the lanes of a warp, with which handlers compute (INVARIANTS.md P2, P3).
+// Loops over the lanes of a warp. The handlers, the functions that execute PTX instructions, use
+// them to compute (INVARIANTS.md P2, P3).
 #pragma once
 
 #include <cmath>

@@ -121,8 +121,8 @@ namespace {
 constexpr size_t kKernelParamsV1 = offsetof(CUDA_KERNEL_NODE_PARAMS, kern);
 static_assert(kKernelParamsV1 == 56, "driver ABI");
 
-// The parameters of a kernel node in the current structure. Converts to a null pointer if the
-// caller passed null.
+// Converts a CUDA_KERNEL_NODE_PARAMS_v1 of the caller to a CUDA_KERNEL_NODE_PARAMS, which get()
+// returns. If the caller passed null, get() returns null.
 class KernelParams {
  public:
   explicit KernelParams(const void* v1) : given_(v1 != nullptr) {

@@ -48,7 +48,7 @@ class Pythonic(ToolFormat):
     name = "pythonic"
 
     def text_with_calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of calls, or of text that does not begin like a call."""
+        """Return a structural format that allows calls, or text that begins differently."""
         begins = [f"[{begin}" for begin in _begins(tools)]
         return one_of([self.calls(tools), {"type": "any_text", "excluded_starts": begins}])
 
