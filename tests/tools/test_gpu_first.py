@@ -397,7 +397,7 @@ def test_run_writes_all_other_results_after_faults(tmp_path, monkeypatch, capfd,
     fake_tool(tmp_path, "make", "echo no compiler; exit 2", monkeypatch)
     fake_tool(tmp_path, "compute-sanitizer", SUMMARY, monkeypatch)
     fake_tool(tmp_path, "ncu", "exit 1", monkeypatch)
-    monkeypatch.setattr(gpu_first, "TEST_LIMIT_S", 4.0)
+    monkeypatch.setattr(gpu_first, "TEST_LIMIT_S", 12.0)
     assert gpu_first.main([*OPTIONS, "--out", str(out)]) == 1
     outcomes = results_of(out)
     failed = {key for key, outcome in outcomes.items() if outcome == "failed"}
