@@ -40,7 +40,7 @@ PROGRAMMATIC = "models/test_programmatic.py::test_programmatic_kernels_wait_for_
 MUTANTS = [
     # Barriers.
     Mutant("linear_few: no barrier before the parts are added", LLM + "linear_few.cu",
-           "  __syncthreads();\n  if (own_row >= ROWS) return;", "  if (own_row >= ROWS) return;",
+           "  __syncthreads();\n  if (!is_owner) return;", "  if (!is_owner) return;",
            FEW, "race", "result"),
     Mutant("linear_many: no barrier before a stage is read", LLM + "linear_many.cu",
            "wait_copies<STAGES - 2>();\n    __syncthreads();", "wait_copies<STAGES - 2>();",

@@ -86,7 +86,7 @@ class _Tile:
 #: Tiles by number of rows. Tiles of up to 16 rows belong to linear_few, the others to linear_many.
 TILES = {
     8: _Tile(163 / 16, 1, 1),
-    16: _Tile(245 / 32, 2, 1),
+    16: _Tile(283 / 32, 2, 2),
     32: _Tile(230 / 16, 2, 2, (1, 2)),
     64: _Tile(260 / 32, 4, 2, (1, 4)),
     128: _Tile(385 / 64, 4, 4, (2, 8)),
@@ -141,8 +141,8 @@ def product(name: str, rows: int, columns: int, inner: int, count: int = 1) -> L
     l1_per_mma = 512 / tile.warp_rows + 256 / tile.warp_columns
     if shape.kernel == "linear_few":
         row_blocks = 1
-        # Two neighbouring blocks read the same rows of x through one L1 cache.
-        l2 = weights + shape.grid[0] // 2 * x
+        # Two blocks on a multiprocessor read the same rows of x through one L1 cache.
+        l2 = weights + max(blocks // 2, min(blocks, MULTIPROCESSORS)) * x
     else:
         row_blocks, column_blocks, splits = shape.grid
         l1_per_mma += 16 * (256 + 2 * block) / block  # copies to shared memory

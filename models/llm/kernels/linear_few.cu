@@ -1,6 +1,7 @@
 // Tensor-core matrix product for a small number of rows. The weights are streamed from global
-// memory to registers. A block computes a tile of 16 output columns x (8 TILES) rows of the mma
-// operand B. Its warps divide the inner dimension: warp p computes the p-th partial sum
+// memory to registers. A block computes a tile of (16 TILES) output columns x (8 TILES) rows of the
+// mma operand B. With TILES = 2, each row of x that a warp loads thus serves twice as many outputs.
+// The warps of a block divide the inner dimension: warp p computes the p-th partial sum
 // (linear_mma.cuh).
 //
 // The first weights are loaded before the kernel waits for the previous kernel, because no kernel
@@ -10,18 +11,9 @@
 #endif
 #include "linear_mma.cuh"
 
-#define DEPTH (WEIGHT8 ? 4 : 2)  // register pipeline stages: chunks of a warp in flight or in use
-
-// Loads this lane's weights of one chunk, for weight rows g (`top`) and g + 8 (`low`) of the mma
-// tile, where g is lane / 4.
-__device__ __forceinline__ void load_chunk(const Weight* top, const Weight* low,
-                                           Weights (*weight)[2]) {
-#pragma unroll
-  for (int j = 0; j < CHUNK / 32; ++j) {
-    weight[j][0] = load_weight(top + 32 * j);
-    weight[j][1] = load_weight(low + 32 * j);
-  }
-}
+#define DEPTH (WEIGHT8 ? 4 : 2)  // register pipeline stages of a warp in flight or in use
+#define STAGE (CHUNK / TILES)    // inner indices per stage: a chunk or half a chunk
+#define STEPS (STAGE / 32)
 
 // The overloads of load_x load eight values of a row of x and convert them to WEIGHT16.
 __device__ __forceinline__ Pack16 load_x(const WEIGHT16* from, int) {
@@ -34,8 +26,8 @@ __device__ __forceinline__ Pack16 load_x(const float* from, int split) {
   return pack_x(eight, split);
 }
 
-// Grid: (columns / 16, rows / (8 TILES)). With SPLIT_X, a row of x takes two rows of the mma
-// operand B, so a block has half as many rows of x. linear_mma.cuh documents the arguments.
+// Grid: (columns / (16 TILES), rows / (8 TILES)). With SPLIT_X, a row of x takes two rows of the
+// mma operand B, so a block has half as many rows of x. linear_mma.cuh documents the arguments.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     linear_few(const Weight* weight, const float* weight_scale, const float* bias, const Input* x,
                const float* residual, OUT* out, float* copy, int rows, int columns, int inner,
@@ -46,13 +38,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
                CACHE* values, int heads, int kv_heads, int slots, int max_pages, int page_shift,
                int scratch_page) {
   constexpr int ROWS = TILES * 8 >> SPLIT_X;
-  static_assert(8 * ROWS <= WARPS * 32, "a thread stores one pair of outputs");
-  __shared__ float part[WARPS][16][TILES * 8];
+  static_assert(8 * TILES * ROWS <= WARPS * 32, "a thread stores one pair of outputs");
+  __shared__ float part[WARPS][TILES * 16][TILES * 8];
   __shared__ float scale[ROWS];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int column = blockIdx.x * 16, first = blockIdx.y * ROWS;
-  const Weight* top = weight + static_cast<long long>(column + g) * inner + 8 * t;
-  const Weight* low = top + 8ll * inner;
+  const int column = blockIdx.x * TILES * 16, first = blockIdx.y * ROWS;
+  const Weight* top[TILES];  // weight row g of each mma tile
+#pragma unroll
+  for (int m = 0; m < TILES; ++m) {
+    const int row = min(column + m * 16, columns - 16) + g;  // a tile after the last loads the last
+    top[m] = weight + static_cast<long long>(row) * inner + 8 * t;
+  }
   const Input* from[TILES];
 #pragma unroll
   for (int n = 0; n < TILES; ++n) {
@@ -60,14 +56,30 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     from[n] = x + static_cast<long long>(row < rows ? row : rows - 1) * inner + 8 * t;
   }
   const int chunks = inner / CHUNK;
-  float sum[TILES][4] = {};
-  Weights a[DEPTH][CHUNK / 32][2];
+  // Number of stages of this warp, and the first inner index of one of them.
+  const int stages = (chunks - warp + WARPS - 1) / WARPS * TILES;
+  const auto inner_of = [&](int stage) {
+    return (warp + stage / TILES * WARPS) * CHUNK + stage % TILES * STAGE;
+  };
+  float sum[TILES][TILES][4] = {};
+  Weights weights[DEPTH][STEPS][TILES][2];
+  // Loads this lane's weights of rows g and g + 8 of the mma tiles, for the inner indices of a
+  // stage.
+  const auto load_stage = [&](int from, Weights(*to)[TILES][2]) {
+#pragma unroll
+    for (int j = 0; j < STEPS; ++j) {
+#pragma unroll
+      for (int m = 0; m < TILES; ++m) {
+        to[j][m][0] = load_weight(top[m] + from + 32 * j);
+        to[j][m][1] = load_weight(top[m] + 8ll * inner + from + 32 * j);
+      }
+    }
+  };
 #pragma unroll
   for (int s = 0; s < DEPTH - 1; ++s) {
-    // A branch would let the compiler move the loads after the wait. If there is no chunk left, the
-    // last chunk is therefore loaded again, and its values are not used.
-    const int next = min(warp + s * WARPS, chunks - 1);
-    load_chunk(top + next * CHUNK, low + next * CHUNK, a[s]);
+    // A branch would let the compiler move the loads after the wait. If there is no stage left, the
+    // last inner indices are therefore loaded, and the values are not used.
+    load_stage(min(inner_of(s), inner - STAGE), weights[s]);
   }
   wait_for_previous_kernel();
   const Output y = {weight_scale,
@@ -83,53 +95,63 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
                     norm_square_sums};
   const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, ROPE_HEAD_DIM};
   const RopeStore to = {rope_table, slot, pos, ancestors, pages, keys, values, heads, scratch_page};
-  const int own_column = threadIdx.x % 8, own_row = threadIdx.x / 8;
+  const int own_tile = threadIdx.x / 8 / ROWS, own_row = threadIdx.x / 8 % ROWS;
+  const int own_column = own_tile * 16 + threadIdx.x % 8;
+  const bool is_owner = own_tile < TILES;  // whether this thread stores outputs
   EpilogueInputs inputs = {};
   RowState state = {};
   // Whether the epilogue's inputs are loaded before the main loop. With 16 rows and 8-bit weights,
-  // there are too few registers for this, unless x has 16 bits and the outputs are not rotated.
-  constexpr bool LOADS_EARLY = !WEIGHT8 || TILES == 1 || (X16 && !ROPE_HEAD_DIM);
+  // there are too few registers for them.
+  constexpr bool LOADS_EARLY = !WEIGHT8 || TILES == 1;
   const auto load_own_row = [&] {
-    if (own_row >= ROWS) return;
+    if (!is_owner) return;
     load_residual(&inputs, y, first + own_row, column + own_column);
     state = load_row_state(y, to, first + own_row);
   };
   if (LOADS_EARLY) load_own_row();
   load_scales<ROWS>(square_sums, eps, first, rows, inner, scale);
-  if (LOADS_EARLY && own_row < ROWS) load_rotation(&inputs, y, to, state, column + own_column);
-  for (int c = warp; c < chunks; c += DEPTH * WARPS) {
+  if (LOADS_EARLY && is_owner) load_rotation(&inputs, y, to, state, column + own_column);
+  for (int stage = 0; stage < stages; stage += DEPTH) {
 #pragma unroll
     for (int s = 0; s < DEPTH; ++s) {
-      const int now = c + s * WARPS, next = now + (DEPTH - 1) * WARPS,
-                free = (s + DEPTH - 1) % DEPTH;
-      if (now >= chunks) break;
-      if (next < chunks) load_chunk(top + next * CHUNK, low + next * CHUNK, a[free]);
+      const int now = stage + s, next = now + DEPTH - 1;
+      if (now >= stages) break;
+      if (next < stages) load_stage(inner_of(next), weights[(s + DEPTH - 1) % DEPTH]);
 #pragma unroll
-      for (int j = 0; j < CHUNK / 32; ++j) {
-        const Pack16 high_rows = widen(a[s][j][0]), low_rows = widen(a[s][j][1]);
+      for (int j = 0; j < STEPS; ++j) {
+        Pack16 b[TILES];
 #pragma unroll
-        for (int n = 0; n < TILES; ++n) {
-          const Pack16 b = load_x(from[n] + now * CHUNK + 32 * j, g % 2);
+        for (int n = 0; n < TILES; ++n) b[n] = load_x(from[n] + inner_of(now) + 32 * j, g % 2);
+#pragma unroll
+        for (int m = 0; m < TILES; ++m) {
+          const Pack16 high_rows = widen(weights[s][j][m][0]);
+          const Pack16 low_rows = widen(weights[s][j][m][1]);
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             unsigned int a[4];
             load_operand(high_rows, low_rows, h, a);
-            mma_m16n8k16<WEIGHT16>(sum[n], a, b.u + 2 * h);
+#pragma unroll
+            for (int n = 0; n < TILES; ++n) mma_m16n8k16<WEIGHT16>(sum[m][n], a, b[n].u + 2 * h);
           }
         }
       }
     }
   }
   if (!LOADS_EARLY) load_own_row();
-  if (!LOADS_EARLY && own_row < ROWS) load_rotation(&inputs, y, to, state, column + own_column);
-  if (own_row < ROWS) load_factors(&inputs, y, column + own_column);
+  if (!LOADS_EARLY && is_owner) load_rotation(&inputs, y, to, state, column + own_column);
+  if (is_owner) load_factors(&inputs, y, column + own_column);
 #pragma unroll
-  for (int n = 0; n < TILES; ++n) {
+  for (int m = 0; m < TILES; ++m) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) part[warp][g + 8 * (i / 2)][n * 8 + 2 * t + i % 2] = sum[n][i];
+    for (int n = 0; n < TILES; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        part[warp][m * 16 + g + 8 * (i / 2)][n * 8 + 2 * t + i % 2] = sum[m][n][i];
+      }
+    }
   }
   __syncthreads();
-  if (own_row >= ROWS) return;
+  if (!is_owner) return;
   const int parts = parts_of(inner);
   const auto folded = [&](int r, int c) {
     float total = 0.0f;

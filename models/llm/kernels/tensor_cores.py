@@ -82,8 +82,11 @@ def mma_shape(
         KB of shared memory per block.
     """
     if rows <= _FEW_ROWS:
+        # More than eight rows get twice as many columns per block, so that a block loads each row
+        # of the input for twice as many outputs.
         tiles = ceil_div(rows, 8)
-        return MmaShape("linear_few", {"TILES": tiles}, (columns // COLUMN_MULTIPLE, 1, 1))
+        across = ceil_div(columns, tiles * COLUMN_MULTIPLE)
+        return MmaShape("linear_few", {"TILES": tiles}, (across, 1, 1))
     staged = _STAGED[nbytes]
     block = next((size for size in staged if rows <= size), max(staged))
     if allow_tall and rows > block:
