@@ -593,7 +593,7 @@ class GraphBody(GraphBase):
 
     @property
     def root(self) -> Graph:
-        """The graph that contains the conditional node."""
+        """The outermost graph, which contains the conditional node of this body at some depth."""
         return self._root
 
     def check_node_kind(self, kind: str, name: str, child: Graph | None = None) -> None:

@@ -262,8 +262,8 @@ def _closest_accepted(schema: Any, whitespace: Whitespace, deadline: float) -> _
 def _control_character_reasons(schema: Any) -> Iterator[Reason]:
     """Yield a reason for each keyword that needs characters of `CONTROL` in strings.
 
-    A ``const`` or ``enum`` is reported if one of its values contains such a character, a
-    ``pattern`` only if it matches no string without them.
+    A ``const`` or ``enum`` is reported if one of its values contains such a character, and a
+    ``pattern`` if every string that it matches contains one.
     """
     why = "control characters cannot be enforced next to compared names of additional properties"
     for pointer, part in subschemas(schema):

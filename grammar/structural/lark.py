@@ -252,8 +252,9 @@ class _Lowering:
     def _tag(self, form: Format) -> list[list[Piece]]:
         """Return the alternatives of a tag, each as a list of consecutive pieces.
 
-        There is one alternative for each way to write the begin text (`_spellings`). Free text
-        before the tag and the begin text can thus form one terminal.
+        There is one alternative for each way to write the begin text (`_spellings`). The caller can
+        join the free text before the tag and the begin text of an alternative to one terminal,
+        which LLGuidance's lexer needs to find the end of the free text.
         """
         begin = form["begin"]
         end = form["end"]

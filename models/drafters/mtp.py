@@ -149,7 +149,8 @@ class Mtp(Drafter):
             return self._tree_step(lane, feed, level)
         j = level if self._several else 0
         # If there are several modules, module j computes its hidden states of positions n - j ..
-        # n - 1 here, where n is the position of the last committed token. They depend on drafts, so
+        # n - 1 here, where n is the position of the last committed token. The hidden state of
+        # position p depends on the token at position p + j + 1, which is a draft for these p, so
         # `start` could not compute them. A single module processes only this level's draft.
         for back in reversed(range(max(j, 1))):
             rows = feed.drafts(lane, level - back, -j)

@@ -151,8 +151,9 @@ class Marker {
   int32_t max_space_;
   int32_t max_skipped_;
   std::vector<Space> spaces_;
-  // Bitmasks and illegal ids by state of the opening. A state up to `max_space_` is the number of
-  // white-space characters so far. In state max_space_ + n, n bytes of the opening have been read.
+  // Results of opening_row() and opening_illegal(), by state of opening_step(). A state up to
+  // `max_space_` is the number of white-space characters read so far. In state max_space_ + n, n
+  // bytes of the opening text have been read.
   std::vector<std::vector<int32_t>> opening_rows_;
   std::vector<std::vector<int32_t>> opening_illegal_;
 };

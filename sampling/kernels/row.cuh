@@ -471,9 +471,9 @@ __device__ __forceinline__ int find_bin(const Histogram<N>& bins, int end, u64* 
 }
 
 // Reduces a cut to the smallest set of best-ranked columns that reaches `need`. `need` is a number
-// of columns (top-k) or, with WEIGHTED, a sum of fixed-point weights (top-p). The span in which the
-// boundary lies is found in the histogram. Within this span, a radix select by rank finds the
-// boundary, eight bits per pass.
+// of columns (top-k) or, with WEIGHTED, a sum of fixed-point weights (top-p). The histogram
+// scratch.spans, whose bins are called spans, shows in which span the boundary of the set lies.
+// Within this span, a radix select by rank finds the boundary, eight bits per pass.
 template <bool WEIGHTED>
 __device__ __forceinline__ void narrow(Cut& cut, const Weights& w, u64 need, Scratch& scratch) {
   const int tid = static_cast<int>(threadIdx.x);

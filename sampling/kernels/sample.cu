@@ -138,18 +138,18 @@ __device__ __forceinline__ DraftInput read_draft_input(const int* exchange,
 // stop ids, the length limit, and the drafter's legal logits. It never depends on the token that
 // would be sampled.
 //
-// In probe modes, the grammar has tested candidates, and the draft is a point mass: the first legal
-// candidate in the order in which the target will prefer tokens. If no candidate was legal
-// (Answer.id is -1), the grammar has filled mask row j - 1 instead, and the draft is sampled under
-// this row.
-// Requests without a grammar are not probed; their drafts are sampled from the drafter's
-// distribution.
+// In probe modes, the grammar has tested candidates in the order of their scores (candidates.cu),
+// in which the target will prefer them too. The draft is a point mass: the first legal candidate.
+// If no candidate was legal (Answer.id is -1), the grammar has filled mask row j - 1 instead, and
+// the draft is sampled under this row. Requests without a grammar are not probed; their drafts are
+// sampled from the drafter's distribution.
 //
 // If drafts are masked and the grammar forces a token, this token is the draft, even if the
 // drafter's vocabulary does not contain it.
 //
-// The launch that runs STEP_BEST reads the DraftInput of each batch row from host memory and stores
-// it in `inputs`, from which the launches of later steps read it.
+// If several blocks share a row, each of the steps of row_sample (STEP_*) has its own launch. The
+// launch that runs the first step, STEP_BEST, reads the DraftInput of each batch row from host
+// memory and stores it in `inputs`, from which the launches of later steps read it.
 extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
     sample_draft(float* logits, int draft_vocab, int token_limit, const int* d2t, const int* t2d,
                  const int* row_slot, int j, const int* masks, const int* tables, int vocab_size,

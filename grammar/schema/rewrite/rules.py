@@ -159,8 +159,8 @@ def _exclude(
     """Return a schema that excludes the values of the second option of `pair` from the first.
 
     The options are those of a ``oneOf``. The caller combines the result with the first option and
-    the schema `base`, so the result only matters for values that satisfy both. If no value of a
-    JSON type satisfies both options, the result allows all values of this type. `names` are all
+    the schema `base`, so the result may allow anything else that these two exclude. It allows all
+    values of a JSON type of which no value satisfies the two options of `pair`. `names` are all
     properties that objects can have; None if they can have any name.
 
     If a part of the second option's complement cannot be expressed, the result does not allow the

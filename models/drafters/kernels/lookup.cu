@@ -141,15 +141,18 @@ struct CandidateList {
   }
 };
 
-// Writes the drafts of every batch row to `proposal`, int32 [batch, width], and fills the rest of
-// the row with -1. There are at most `drafts` drafts, and at most `factor` drafts per token of the
-// best match. They form a tree with up to `branch` children per node and `levels` levels, and are
-// chosen in the order of their scores. With VOTE_NONE, all scores are 1, and drafts are chosen by
-// the rank of the occurrence that they follow (`Lookup::rank`), greatest first. Otherwise each
-// occurrence of a suffix votes for the token after it. The share of a draft is the fraction of
-// votes that its token received among the children of its parent. The score of a draft is the
-// product of the shares on its path and must be at least `threshold`. `votes_of`, int32 [slots,
-// vocab], is workspace that must be zero and is left zero. One block per batch row.
+// Searches the histories for earlier occurrences of suffixes of the request's tokens, and drafts
+// the tokens that followed them. Writes the drafts of every batch row to `proposal`, int32 [batch,
+// width], and fills the rest of the row with -1. There are at most `drafts` drafts, and at most
+// `factor` drafts per token of the suffix whose occurrence has the highest rank.
+//
+// The drafts form a tree with up to `branch` children per node and `levels` levels, and are chosen
+// in the order of their scores. With VOTE_NONE, all scores are 1, and drafts are chosen by the rank
+// of the occurrence that they follow (`Lookup::rank`), greatest first. Otherwise each occurrence of
+// a suffix votes for the token after it. The share of a draft is the fraction of votes that its
+// token received among the children of its parent. The score of a draft is the product of the
+// shares on its path and must be at least `threshold`. `votes_of`, int32 [slots, vocab], is
+// workspace that must be zero and is left zero. One block per batch row.
 extern "C" __global__ void propose_drafts(const int* row_slot, const Slot* slots,
                                           const int* histories, int history_count, int length,
                                           int longest, int shortest, int everywhere, int oldest,
