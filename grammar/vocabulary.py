@@ -147,7 +147,7 @@ class Vocabulary:
         for piece, token in vocab.items():
             tokens[token] = to_bytes(piece)
         for added in added_tokens:
-            # The tokenizer decodes an added token that is not special like any other piece.
+            # An added token that is not special is decoded in the same way as any other piece.
             tokens[added["id"]] = b"" if added.get("special") else to_bytes(added["content"])
         return cls(tokens, size, stop_ids, names)
 

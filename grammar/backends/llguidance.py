@@ -86,7 +86,8 @@ def prepare(spec: Spec, special: Mapping[str, int], automata: bool) -> Prepared:
     if spec.kind != "json_schema":  # JSON schemas have already been checked with LLGuidance
         _check_text(spec, text)
     references = tuple({name for name in _LARK_TOKEN.findall(rules) if name})
-    # A grammar with special tokens has no automaton, which reads bytes: special tokens have none.
+    # Automata read the bytes of tokens. Special tokens have no bytes, so no automaton is built for
+    # a grammar that contains them.
     automaton = compile_automaton(grammar) if automata and not special else None
     return Prepared(text, references, automaton)
 

@@ -367,7 +367,11 @@ def _join_terminals(parts: Sequence[Piece]) -> Piece:
 
 
 def _ends_before(free: Piece, following: Piece) -> bool:
-    """Return whether free text always ends before a text with which the next piece starts."""
+    """Return whether the free text cannot contain any start of the next piece.
+
+    The free text contains none of the texts `free.absent`, so it must end before the next piece if
+    each start of this piece begins with one of them.
+    """
     if following.empty or following.starts is None:
         return False
     return all(start.startswith(free.absent) for start in following.starts)

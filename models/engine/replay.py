@@ -345,9 +345,10 @@ class Replays:
             raise renumbered from error.__cause__
 
     def _find_number(self, flight: ReplayInFlight, graph_number: int) -> int | None:
-        """Return `number` of the replay that has `graph_number` among the replays of this graph.
+        """Return the engine's number of a replay of the graph of `flight`.
 
-        Return None if that replay has retired.
+        `graph_number` is the number of the replay among all replays of this graph. Return None if
+        the replay has retired.
         """
         for other in (flight, *self._unretired, *self.unread):
             if other.graph is flight.graph and other.graph_number == graph_number:

@@ -93,7 +93,11 @@ class _RoutedRequest:
     received: tuple[int, int] = 0, 0
 
     def begin_run(self) -> Request:
-        """Return the request to send to a replica. Its timeout is the remaining time."""
+        """Begin to run the request on a replica, and return the request to send there.
+
+        Its timeout is the part of the client's timeout that remains. The tokens that are received
+        from the replica are counted from 0 again.
+        """
         self.received = (0, 0)
         timeout_s = self.request.timeout_s
         if timeout_s is not None:

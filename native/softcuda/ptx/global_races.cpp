@@ -60,8 +60,9 @@ void learn(Races& races, unsigned warp, bool wide) {
   if (wide) order.read.clear();
 }
 
-// Called at a fence or release. Adds the clocks that the warp knows (those of its block and, with
-// `wide`, of other blocks) to WarpOrder::fenced, which the warp's later strong writes publish.
+// Called at a fence or release. The warp's later strong writes publish WarpOrder::fenced: the
+// clocks of all accesses that are ordered before the fence. Adds the clocks of the warp's own block
+// and, with `wide`, the clocks of other blocks that the warp knows (WarpOrder::known).
 void fence(Races& races, unsigned warp, bool wide) {
   WarpOrder& order = races.orders[warp];
   if (wide) join_clocks(&order.fenced, order.known);
@@ -113,7 +114,7 @@ bool note_global(Warp& w, const Instr* in, unsigned lane, uint64_t address, char
   return false;
 }
 
-// ---- words --------------------------------------------------------------------------------------
+// ---- accesses to words of memory ----------------------------------------------------------------
 
 GlobalRaces::~GlobalRaces() {
   if (unchecked_ == 0) return;

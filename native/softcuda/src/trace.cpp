@@ -52,7 +52,8 @@ using namespace softcuda;
 
 extern "C" {
 struct softcuda_span {
-  // The CUgraphExec; 0 for a stream operation or if the executable graph has another program now.
+  // The CUgraphExec; 0 for a stream operation, or if the executable graph may have been changed
+  // since then: an update, and some changes of a node, give it a new `Program`.
   uint64_t exec;
   // The CUgraphNode of the definition; 0 if `exec` is 0.
   uint64_t node;
