@@ -83,10 +83,10 @@ class TreePlan(NamedTuple):
     def table(self) -> NDArray:
         """Return the ``plan`` argument of the kernel ``tree_grow`` for a fixed tree.
 
-        It has one int32 entry per possible child of the tree, in the order of ``struct TreeSize``
-        in kernels/tree.cu. If the child is fed to the drafter, the entry is its index among the fed
-        nodes of its level. If the child is a draft that is not fed, it is `branch`. Otherwise it is
-        -1.
+        It has one int32 entry for each child that a tree with `branch` and `levels` can have, in
+        the order of ``struct TreeSize`` in kernels/tree.cu. For a draft that has children, and is
+        therefore fed to the drafter, the entry is its index among the fed drafts of its level. The
+        entry is `branch` for a draft without children, and -1 for all other children.
         """
         branch = self.branch
         children_per_level = branch**2  # at level 2 and deeper; level 1 has `branch` children

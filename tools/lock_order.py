@@ -35,8 +35,8 @@ GIL = "GIL"
 #: Exit status of a process that the watchdog of the soft device terminated.
 WATCHDOG_STATUS = 86
 
-#: Exit statuses of ``graft doctor --watch``. They describe the result of the analysis; the exit
-#: status of the program is part of the printed report.
+#: Exit statuses of ``graft doctor --watch PROGRAM``. They describe the result of the analysis. The
+#: exit status of PROGRAM itself is a line of the printed report.
 FAILED = 1
 UNSEEN = 2
 POTENTIAL = 3

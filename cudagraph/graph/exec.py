@@ -174,7 +174,11 @@ class GraphExec:
         graph.set_executable(self)
 
     def set_payload(self, payload: Payload, value: object) -> None:
-        """Set the value of a payload of the current definition for all later launches."""
+        """Set the value of a payload for all later launches; see :class:`Payload`.
+
+        The payload must have been created by the graph that this executable runs: the graph that
+        was instantiated, or the one that :meth:`update` was last called with.
+        """
         self._check_open()
         if payload not in self._payloads:
             raise OptionError(f"payload {payload.name!r} does not belong to graph {self.name!r}")

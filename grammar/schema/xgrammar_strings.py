@@ -26,8 +26,8 @@ _CONTROL_LETTERS = "nrtfv0ae"
 _PLAIN_SET = re.compile(
     r"(?:[A-Z]-[A-Z]|[a-z]-[a-z]|[0-9]-[0-9]|[A-Za-z0-9_]|[^\x00-\x7f](?:-[^\x00-\x7f])?)*"
 )
-#: JSON pointers of the properties of the outermost object. Some styles of structural formats write
-#: the strings of these properties as plain text, not as JSON.
+#: JSON pointers of the properties of the outermost object. In a structural format with a style such
+#: as XML, a property whose value is a string is written as plain text, not as a JSON string.
 _RAW = re.compile(r"#/(properties/[^/]*|additionalProperties)")
 _CALENDAR = "XGrammar allows dates that do not exist, such as 2024-02-30"
 

@@ -286,10 +286,11 @@ class Joiner:
 
 
 def _split_repetitions(parts: Sequence[Piece]) -> list[Piece]:
-    """Join terminals into one, but use rules for repetitions at the end, if possible.
+    """Join terminals into one terminal, followed by rules for the repetitions at the end.
 
-    A rule (`Piece.repeated`) is preferred because its field `more` says which texts may continue a
-    match. Rules are possible if the lexer sees where the terminal before them ends.
+    A repetition is better a rule (`Piece.repeated`) than a part of the terminal, because the field
+    `more` of a rule says which texts may continue a match. If the lexer would not see where the
+    terminal before the rules ends, all parts are joined into one terminal.
     """
     front = list(parts)
     rules: list[Piece] = []

@@ -112,10 +112,11 @@ class _Convolutions:
     def run(
         self, lane: Lane, stack: DecoderStack, rows: Rows, attend_rows: Rows, row_stride: int
     ) -> None:
-        """Run all layers of `stack` as `DecoderStack.run` does, and add the convolutions.
+        """Run all layers of `stack`, with a convolution before and after each attention and MLP.
 
-        Consecutive rows of a block are `row_stride` rows apart, because the rows of all blocks are
-        ordered by level and then by request. The buffer ``stack.buffers.normed`` is overwritten.
+        `rows` and `attend_rows` are as in `DecoderStack.run`. Consecutive rows of a block are
+        `row_stride` rows apart, because the rows of all blocks are ordered by level and then by
+        request. The buffer ``stack.buffers.normed`` is overwritten.
         """
         count = rows.count
         kernels = stack.kernels

@@ -146,7 +146,7 @@ class Scheduler:
     Parameters
     ----------
     replays
-        Launches rounds and reads their results.
+        Launches the graphs of decoding rounds and reads their results.
     slots
         Assigns request slots and KV-cache pages.
     selector
@@ -160,7 +160,8 @@ class Scheduler:
     verify
         Verification mode of requests that do not specify one.
     drafts_from_logits
-        Whether the drafter computes logits, and therefore always has drafts.
+        Whether drafts are chosen from logits that the drafter computes. Such a drafter normally has
+        drafts in every round, so the scheduler warns if it has none for long (`_check_drafts`).
 
     Attributes
     ----------
@@ -247,7 +248,10 @@ class Scheduler:
     # Phases of a step ---------------------------------------------------------------------------
 
     def step(self, shield: Shield) -> None:
-        """Admit requests, launch rounds up to `max_in_flight` in flight, and read the oldest."""
+        """Admit requests, launch rounds, and read the results of the oldest unread launch.
+
+        Rounds are launched until `max_in_flight` launches are unread or there is nothing to launch.
+        """
         posted = self.outbox.posted
         self._expire()
         # While a loop is running, `launch` launches nothing. It may ask the loop to end.

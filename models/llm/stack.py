@@ -148,10 +148,10 @@ class ActivationBuffers:
     ) -> Norm:
         """Return the `Norm` whose `count` normed rows are multiplied by the matrix `consumer`.
 
-        `weight` is the weight of the norm. If the product with the matrix `producer` writes the
-        rows, and the kernels support it, the norm is folded into the two products. Otherwise, and
-        if `producer` is None, the norm is a separate kernel. All norms whose outputs have the same
-        width and dtype share one output buffer.
+        `weight` is the weight of the norm. If the rows to be normalized are the result of a product
+        with the matrix `producer`, and the kernels support it, the norm is folded into the products
+        with `producer` and `consumer`. Otherwise, and if `producer` is None, the norm is a separate
+        kernel. All norms whose outputs have the same width and dtype share one output buffer.
         """
         out = self.input_of(consumer, "normed")[:count]
         square_sums = None
@@ -222,8 +222,9 @@ class DecoderStack:
     def input_norm(self, count: int, layer: int = 0, producer: Matrix | None = None) -> Norm:
         """Return the `Norm` that computes the input of a layer's attention for `count` rows.
 
-        If a product writes the rows, `producer` is the matrix of this product. The norm may then be
-        folded into the products, see `ActivationBuffers.norm`.
+        If a matrix product writes the rows to be normalized, `producer` is its weight matrix. The
+        norm may then be folded into this product and the QKV projection, which reads the result;
+        see `ActivationBuffers.norm`.
         """
         weights = self.layers[layer]
         return self.buffers.norm(count, weights.input_norm, weights.qkv, producer)

@@ -221,7 +221,10 @@ class DraftBudget:
         return index - step
 
     def _decide(self, bucket: int, requests: Sequence[object]) -> None:
-        """Choose the length with the highest rate, or keep the current one (`MIN_GAIN`)."""
+        """Choose the draft length with the highest expected number of tokens per nanosecond.
+
+        The current length is kept if the best one is less than `MIN_GAIN` times as fast.
+        """
         rates = self.expected_rates(bucket, requests)
         best = rates.index(max(rates))
         current = self._chosen.get(bucket, best)

@@ -127,7 +127,7 @@ class PrefillScheduler:
         return max(rows, min(int(chunk_s * rows_per_second), allowed))
 
     def _time_s(self, size: int, default: float) -> float:
-        """Return the average time of a chunk size, or `default` if it has not been measured."""
+        """Return the average time that chunks of a size took, or `default` if none was measured."""
         average = self._times_s.get(size)
         if average is None or average.value is None:
             return default

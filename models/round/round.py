@@ -2,7 +2,8 @@
 
 The graph has two lanes, in-order sequences of nodes. The model lane runs kernels, and the grammar
 lane runs the host functions of the grammar. The lanes synchronize at marks: one lane records a
-mark, and the other lane waits for it. ``^`` shows where the model lane waits for the grammar lane::
+mark, and the other lane waits for it. ``^`` shows where the model lane waits for the grammar lane,
+here for the mask rows, ``[masks]``::
 
     model    begin - target forward - [masks] - verify - draft ...
     grammar  open ----------------------^          `- commit ...

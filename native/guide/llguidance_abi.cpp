@@ -258,10 +258,11 @@ class Grammar {
     return Handle(api.clone(start_.get()));
   }
 
-  // Makes the matcher of a finished request, reset to the start state, the one that start() copies,
-  // because its lexer already has states that other requests need (invariant 3). Drops the matcher
-  // if kMaxReuses matchers have been reused, or if LLGuidance does not cache the mask of the start
-  // state when it computes this mask. The caller must not hold the GIL.
+  // Resets the matcher of a finished request to the start state. Later calls of start() copy this
+  // matcher, because its lexer already has states that other requests need (invariant 3). The
+  // matcher is dropped instead if kMaxReuses matchers have been reused, if LLGuidance reports an
+  // error, or if the mask of the start state is perhaps not in LLGuidance's cache (see
+  // Tokenizer::allows_text). The caller must not hold the GIL.
   void reuse(Handle matcher) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);

@@ -254,7 +254,8 @@ class XGrammarMatcher final : public NativeMatcher {
     return follows_ + after_lead_.back().lead * words_;
   }
 
-  // The text of the first `size` accepted tokens ends with lead number `lead`.
+  // The text of the first `size` accepted tokens ends with the first byte of a character: the lead
+  // that row `lead` of `ends_with_` and `follows_` describes (see the constructor).
   struct AfterLead {
     int64_t size;
     int32_t lead;

@@ -141,10 +141,11 @@ __device__ __forceinline__ int stamped_state(const RowStamp& stamp, int epoch, i
   return stamp.position == position ? stamp.state : ROW_NOT_READY;
 }
 
-// Returns the entry of the row map for a forward row. It consists of the batch row b and the number
-// j of the draft that is the input of the forward row (0: the last committed token). The forward
-// rows of a batch row are contiguous. Unused forward rows come last. Their entries are drafts of
-// the last batch row with numbers above its draft_len.
+// Returns the entry of the row map for a forward row. The upper 16 bits are the batch row b. The
+// lower 16 bits are the number j of the draft that is the input of the forward row (0: the last
+// committed token). The forward rows of a batch row are contiguous. Unused forward rows come last:
+// they belong to the last batch row and continue its numbers j above its draft_len. A number that
+// needs more than 16 bits becomes 0xffff.
 __device__ __forceinline__ int map_entry(int b, int j) {
   return b << 16 | (j < 0xffff ? j : 0xffff);
 }

@@ -103,7 +103,10 @@ class Subject:
 
 
 def verdict(answer: dict[str, Any]) -> str:
-    """Return the verdict (one of `VERDICTS`) on a schema. `answer` has the results for it."""
+    """Return the verdict on a schema (one of `VERDICTS`).
+
+    `answer` is what `Subject.evaluate` returned for the schema and its instances.
+    """
     if answer["outcome"] != "compiled":
         return str(answer["outcome"])
     if answer["partial"]:

@@ -453,8 +453,8 @@ def _make_fields(
 ) -> list[Field]:
     """Return `low` to `high` fields of random kinds.
 
-    At most one field has an object or a list of objects as its value, and only if no earlier value
-    is a list. A noun replaces every further object and list of objects.
+    A field of the kind "object" or "objects" becomes one of the kind "noun" if the value of an
+    earlier field is an object or a list.
     """
     used: set[str] = set()
     weights = [WEIGHTS[kind] for kind in kinds]

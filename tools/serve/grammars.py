@@ -155,7 +155,11 @@ def _is_enabled(grammar: FoundGrammar) -> bool:
 
 
 def _read_structured_outputs(structured: Any) -> dict[str, Any]:
-    """Check structured_outputs and return its grammars by key, without options and nulls."""
+    """Check structured_outputs and return the grammars in it, by key.
+
+    Keys with the value null, and options such as disable_fallback, are left out. The option
+    disable_additional_properties changes the key "json" to "strict_json".
+    """
     grammars = {}
     if isinstance(structured, dict):
         grammars = {key: value for key, value in structured.items() if value is not None}

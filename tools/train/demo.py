@@ -336,8 +336,8 @@ def distillation_loss(
     results of `data.pad` for a batch.
     """
     is_target = is_answer[:, 2:]
-    # The rows begin `steps` entries before the answer, because the first j entries of draft step j
-    # have no valid input.
+    # The rows begin `steps` positions before the answer. Draft step j reads the output that step
+    # j - 1 has one position earlier, so the first j rows of step j have no valid input.
     first = (is_target.int().argmax(1) - steps).clamp(min=0)
     width = int((is_target.sum(1) + steps).max())
     rows = (first[:, None] + torch.arange(width)).clamp(max=is_target.shape[1] - 1)

@@ -95,7 +95,8 @@ def acceptance_length(head: Eagle3, target: Llama, rows: list[Row], drafts: int)
         hits = []
         for j, out in enumerate(head.unroll(features, embedded, drafts, positions)):
             draft = head.kept()[head.lm_head(head.norm(out)).argmax(-1)]
-            # The head predicts draft j after token i with its entry i + j - 1 in draft step j.
+            # Draft j after token i is a guess of token i + j + 1, which draft step j makes at
+            # position i + j - 1. Shift the results of the step, so that index i is token i.
             hits.append(F.pad(draft == ids[:, 2:], (1 - j, j)))
         for (row, start), hit in zip(some, torch.stack(hits, -1).tolist(), strict=True):
             row_rounds, row_tokens = simulate_speculation(hit, row, start)

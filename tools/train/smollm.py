@@ -733,15 +733,18 @@ class Trainer:
 
 
 def draft_hits(row: Row, predictions: list[Tensor]) -> list[list[bool]]:
-    """Return whether draft s, a guess of token t + s + 1, is correct, by t (of the answer) and s.
+    """Return whether each draft is correct: a list per token t of the answer, in order of steps s.
+
+    Draft s after token t is a guess of token t + s + 1. Step s makes this guess at position
+    t + s - 1.
 
     Parameters
     ----------
     row
         Row with its answer.
     predictions
-        Ids that each draft step predicts, from position ``row.start - 4`` on. Draft s after token t
-        is the id that step s predicts at position t + s - 1.
+        For each step, the ids that it predicts at position ``row.start - 4`` and the following
+        ones.
     """
     hits = []
     for t in range(row.start, len(row.ids)):

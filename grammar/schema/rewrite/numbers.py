@@ -120,8 +120,9 @@ class Numbers:
             is_integer
             or not (self._may_become_inclusive(low) or self._may_become_inclusive(high, -1))
         ):
-            # Whole bounds are written without a fraction: LLGuidance would divide the digits of
-            # 9007199254740991.0 by 10, which rounds the number.
+            # Bounds that are whole numbers are written without ".0". LLGuidance would read
+            # 9007199254740991.0 as 90071992547409910 / 10, and a double cannot represent this
+            # dividend exactly (`_read_double`).
             whole = {
                 key: _json(_exact(keywords[key])) for key in BOUNDS if _is_number(keywords.get(key))
             }
@@ -265,10 +266,12 @@ class Numbers:
         return _Bound(value, False, bound.keyword)
 
     def _bound_inside(self, bound: _Bound, sign: int, narrowed: dict[str, str]) -> _Bound:
-        """Return an inclusive fractional bound just inside an exclusive whole bound.
+        """Return the inclusive bound that replaces an exclusive bound, a whole number.
 
-        `sign` is 1 for lower bounds and -1 for upper bounds. The method adds a description of the
-        numbers between the two bounds to `narrowed`.
+        LLGuidance may treat the exclusive bound as inclusive (`_may_become_inclusive`). The new
+        bound is therefore greater than a lower bound (`sign` 1), or less than an upper bound
+        (`sign` -1), by a power of 1/10. The numbers between the two bounds are then not produced;
+        the method describes them in `narrowed`.
         """
         digits = max(1, 15 - len(str(abs(bound.value.numerator)).lstrip("0")))
         gap = self._gap(bound, sign)

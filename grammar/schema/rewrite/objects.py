@@ -28,7 +28,7 @@ def dependencies(value: Any, required: list[str], objects_only: bool) -> list[An
     The function also handles ``dependentRequired`` and ``dependentSchemas``, the successors of
     ``dependencies``. `value` contains the dependency of each property: a schema, or the names of
     properties that must be present. `required` are the required properties. `objects_only` is True
-    if all values are objects.
+    if the schema with the keyword allows objects only.
 
     The dependency of a required property applies to all objects. Any other dependency is replaced
     with a union: the property is absent, or it is present and the dependency holds. Properties that

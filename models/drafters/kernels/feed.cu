@@ -2,9 +2,11 @@
 // slot -1 and position -1.
 #include "sampling/kernels/slot.cuh"
 
-// Writes the tokens that verification committed as input rows. Row i of a batch row has committed
-// token i, at position old_n + shift + i, where old_n is the position of the request's last token
-// before the commit. `last[b]` receives the row of the last committed token of batch row b.
+// Writes input rows for the drafter: the tokens that verification has committed. Row i of a batch
+// row has committed token i, at position old_n + shift + i, where old_n is the position of the
+// request's last token before the commit. With shift 1, this is the token's own position in the
+// sequence, with shift 0 that of the token before it. `last[b]` receives the row of the last
+// committed token of batch row b.
 extern "C" __global__ void committed_rows(const int* row_slot, const Slot* slots,
                                           const RoundRow* rows, int row_words, const int* map,
                                           int count, int shift, int* token, int* slot, int* pos,
@@ -22,9 +24,10 @@ extern "C" __global__ void committed_rows(const int* row_slot, const Slot* slots
   }
 }
 
-// Writes draft `j` of a chain as input rows, one per batch row, at position n + shift + j - 1,
-// where n is the position of the last committed token (`Slot.n`). With shift 1, this is the draft's
-// position in the sequence. A request whose chain has fewer than `j` drafts gets a padding row.
+// Writes input rows for the drafter: draft `j` of each chain, one per batch row, at position
+// n + shift + j - 1, where n is the position of the last committed token (`Slot.n`). With shift 1,
+// this is the draft's position in the sequence. A request whose chain has fewer than `j` drafts
+// gets a padding row.
 extern "C" __global__ void draft_rows(const int* row_slot, const Slot* slots, const RoundRow* rows,
                                       int row_words, int batch, int j, int shift, int* token,
                                       int* slot, int* pos) {

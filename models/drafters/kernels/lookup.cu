@@ -144,7 +144,7 @@ struct CandidateList {
 // Searches the histories for earlier occurrences of suffixes of the request's tokens, and drafts
 // the tokens that followed them. Writes the drafts of every batch row to `proposal`, int32 [batch,
 // width], and fills the rest of the row with -1. There are at most `drafts` drafts, and at most
-// `factor` drafts per token of the suffix whose occurrence has the highest rank.
+// `factor` drafts per token of the longest suffix that occurs earlier.
 //
 // The drafts form a tree with up to `branch` children per node and `levels` levels, and are chosen
 // in the order of their scores. With VOTE_NONE, all scores are 1, and drafts are chosen by the rank

@@ -24,9 +24,9 @@ __device__ __forceinline__ int inclusive_sum(int x) {
   return x;
 }
 
-// Writes a plan: `tiles`, and the `blocks` + 1 entries of `begin`. A tile has at most `tile_rows`
-// rows. Padding rows belong to tiles without positions. The launch has one warp, and dynamic shared
-// memory of 8 bytes per row.
+// Writes a plan: the tiles, and where the work of each block begins; begin[blocks] is the end of
+// the last block's work. A tile has at most `tile_rows` rows. Padding rows belong to tiles that
+// attend to no position. The launch has one warp, and dynamic shared memory of 8 bytes per row.
 extern "C" __global__ void attention_plan(const int* slot, const int* pos, int rows, int slots,
                                           int max_pages, int page_shift, int tile_rows, int blocks,
                                           PlanTile* tiles, PlanBegin* begin) {

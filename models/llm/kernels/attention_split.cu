@@ -73,8 +73,8 @@ __device__ __forceinline__ int locate(const Pages& pages, const TileRow& row, in
   return (page_of(pages, row.slot, cached) << pages.page_shift) + inside;
 }
 
-// Returns the offset, in elements, of a KV head of the position with the index `index` in the KV
-// cache (see locate).
+// Returns where a KV head begins in the cached keys or values: the offset in elements. `index` is
+// the index of a position in the KV cache, as locate() returns it.
 __device__ __forceinline__ long long head_at(const Pages& pages, int index, int kv_head) {
   return (static_cast<long long>(index) * pages.kv_heads + kv_head) * WIDE_HEAD;
 }

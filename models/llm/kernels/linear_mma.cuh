@@ -3,17 +3,18 @@
 //
 // Reduction order: a dot product consists of PARTS partial sums. The inner indices are divided into
 // chunks of CHUNK indices. Part p starts from zero and adds chunks p, p + PARTS, ... in order; the
-// parts are then added in order. Within a chunk the order is always the same: two mma steps add
-// every 32 indices, of which the four lanes with the same lane / 4 each load eight adjacent ones.
-// The bits of a row therefore do not depend on the other rows of a tile, nor on which kernel, block
-// or warp sums a part (row invariance).
+// parts are then added in order. Within a chunk the order is always the same: the products of 32
+// indices are added by two mma steps. Lane 4 g + t has loaded indices 8 t to 8 t + 7 of the 32; the
+// first step takes the first four indices of each lane, the second step the last four. The bits of
+// a row therefore do not depend on the other rows of a tile, nor on which kernel, block or warp
+// sums a part (row invariance).
 //
 // Input: x is float and is rounded to WEIGHT16. With X16, x already has the type WEIGHT16; the
 // result has the same bits. With SPLIT_X each row of x becomes two rows of B, the rounded values
 // and the remainders. For each part, the sums of the two rows are added to each other before the
-// parts are added. With WEIGHT8 the weights are stored as
-// E4M3 and are converted to WEIGHT16. If there are scales, each sum is multiplied by the scale of
-// its row of W. With BIAS, the bias of the column is then added.
+// parts are added. With WEIGHT8 the weights are stored as E4M3 and are converted to WEIGHT16. If
+// there are scales, each sum is multiplied by the scale of its row of W. With BIAS, the bias of the
+// column is then added.
 //
 // Folded norms: if `square_sums` is not null, x has been multiplied by a norm weight, and the
 // result is divided by the root mean square that the row had before this multiplication. If `norm`
@@ -24,8 +25,8 @@
 // projection and the same eight rows of the up projection; silu(gate) * up is stored. With
 // ROPE_HEAD_DIM (the head size) the rows of W give queries, keys and values. Within a head they
 // alternate between eight rows of the first half and the eight rows of the second half that are
-// rotated with them. Rotated queries are stored to `out`; rotated keys and values are written to
-// the KV cache.
+// rotated with them. Rotated queries are stored to `out`. Rotated keys, and values, which are not
+// rotated, are stored to the KV cache.
 #pragma once
 #include "mma.cuh"
 #include "model.cuh"

@@ -18,13 +18,13 @@ Category category_of(const std::string& opcode);
 
 // The counts of instructions, memory accesses and blocks of one launch. Its blocks run one after
 // another in the order of their numbers. The counts of a block therefore do not depend on the
-// number of workers, even if the block does more work because it arrives last at a counter.
+// number of workers, even in a kernel in which the block that ends last does more work.
 class LaunchCounts {
  public:
   explicit LaunchCounts(const Kernel& kernel) : kernel_(kernel) {}
   // Waits until all blocks before block `first` have ended, and begins to run blocks.
   void begin_blocks(const softcuda_ptx_work& work, uint64_t first);
-  // Lets the worker that waits for block `next` begin.
+  // Lets the worker that waits in begin_blocks() for block `next` continue.
   void end_blocks(uint64_t next);
   void begin_block(const Block& b);
   void end_block();
@@ -36,8 +36,9 @@ class LaunchCounts {
   void note_global(const Instr* in, const Site& site, const char* storage, unsigned bytes,
                    bool write);
   void note_window(const Instr* in, Space space, unsigned bytes, bool write);
-  // Called when the warps that wait at a barrier continue: their next instructions depend on what
-  // any of them has stored before the barrier.
+  // Called when the warps that wait at a barrier continue. Each warp may then read what the others
+  // have stored, so the function sets Chain::base of all these warps to the greatest base or stored
+  // of any of them.
   void join_at_barrier(const Block& b, unsigned barrier);
   // Number of accesses so far that have read host memory.
   uint64_t host_loads() const { return host_loads_; }

@@ -39,7 +39,7 @@ void check_conditions(const Graph& graph, bool in_body);
 // Adds a conditional node with empty bodies, whose handles are returned in `params`.
 void add_conditional(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
                      CUDA_CONDITIONAL_NODE_PARAMS* params);
-// Whether a pointer is the address of a condition's cell and therefore a conditional handle.
+// Whether `cell` is the address of a condition's cell, which makes it a conditional handle.
 bool is_condition(const softcuda_condition* cell);
 // Returns the body that runs next, or null if the node is complete (INVARIANTS.md N2). `first` is
 // true when the node becomes ready and false after a run of a body.

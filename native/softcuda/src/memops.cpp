@@ -15,8 +15,8 @@
 namespace softcuda {
 namespace {
 
-// How long the poller spins after a batch was completed, or after a batch was suspended while no
-// other one was, in nanoseconds.
+// How long the poller spins, in nanoseconds, after a batch was completed, or after a batch was
+// suspended while no other batch was suspended.
 constexpr uint64_t kSpinNs = 50000;
 // How long the poller sleeps between two polls when it does not spin, in nanoseconds.
 constexpr long kSleepNs = 50000;

@@ -160,9 +160,10 @@ def quantiles(nanoseconds: np.ndarray) -> dict[str, float]:
 def summarize(measurement: Measurement, baseline_ns: float) -> dict[str, Any]:
     """Return the results of one measurement.
 
-    A join is the device time between the kernels before and after the callbacks. `baseline_ns`,
-    which is subtracted from it, is the median of this time in a graph with empty nodes in place of
-    the callbacks.
+    The result ``join_us`` describes the device time that the callbacks add between the kernels
+    before and after them. Each sample is the measured time (`Measurement.join`) minus
+    `baseline_ns`, the median time between these kernels in a graph with empty nodes in place of the
+    callbacks.
     """
     join = np.concatenate(measurement.join)
     gil_held = np.concatenate(measurement.gil_held).reshape(len(join), -1)

@@ -127,15 +127,19 @@ def expected_outcome(case: Case) -> str:
     waits_for_lock = case.model & 1 or (case.pattern == "hostfunc" and case.model & 2)
     if waits_for_device or (waits_for_lock and not is_mailbox):
         return RELEASED if is_mailbox else HANGS
-    # CUDA's documentation allows the first launch of a kernel to wait for the device. This
-    # pattern is therefore a potential deadlock also with a mailbox, unlike the other patterns.
+    # A mailbox worker delays only the device. CUDA's documentation allows the first launch of a
+    # kernel to wait for the device, so with a mailbox only "first-launch" can deadlock here.
     if is_mailbox and not is_first_launch:
         return COMPLETES
     return POTENTIAL
 
 
 def all_cases(soft: bool) -> list[Case]:
-    """Return all cases in which the thread holds the GIL during the driver call."""
+    """Return the cases of all patterns and transports, and of the soft device's lock models.
+
+    In each case, the thread that makes the driver call holds the GIL during the call. `soft` is
+    False on CUDA hardware, which has no lock models.
+    """
     models = LOCK_MODELS if soft else (CUDA_MODEL,)
     combinations = itertools.product(models, PATTERNS, TRANSPORTS)
     return [Case(pattern, transport, model) for model, pattern, transport in combinations]

@@ -43,7 +43,9 @@ PATTERNS = {
     "first-launch": "first cuLaunchKernel of a lazily loaded kernel",
     "copy": "cuMemcpyDtoH, which waits for the callback",
 }
-#: Mechanisms that call the callback. The mailbox is tested with a native and a Python body.
+#: Mechanisms that call the callback. graft's host nodes call a Python function ("python") or a C
+#: function ("native"). So do the worker threads of graft's mailboxes ("mailbox-python" and
+#: "mailbox"). The other transports use the packages of these names.
 TRANSPORTS = (
     "python",
     "native",
@@ -282,7 +284,8 @@ def make_position_wait(device: Device, case: Case) -> Callable[[], None]:
     The callback is in position when it has requested the GIL, or when it runs and does not need the
     GIL.
     """
-    # Open the libraries before the wait, because opening a library may release the GIL.
+    # Open the C library and the soft device's library here, because opening a library may release
+    # the GIL. The returned function must hold the GIL all the time.
     sleep_us = ctypes.PyDLL(None).usleep
     if device.kind != "soft":
         return lambda: sleep_us(int(CUDA_POSITION_S * 1e6))
@@ -295,8 +298,8 @@ def make_position_wait(device: Device, case: Case) -> Callable[[], None]:
     def in_position() -> bool:
         if case.transport in GIL_TRANSPORTS:
             return bool(gil_requests())
-        # A native mailbox worker always counts as in position: it needs no GIL, and the driver
-        # does not call it as a host function.
+        # A mailbox worker that calls a C function needs no GIL, so there is nothing to wait for.
+        # The soft device does not count its calls, because they are not host functions.
         return case.transport == "mailbox" or bool(count(b"host_func"))
 
     def wait() -> None:

@@ -65,7 +65,10 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of calls, as the alternative to other text (`one_of`)."""
+        """Return the structural format of calls without free text.
+
+        If a request also has a grammar, its output matches either this format or the grammar.
+        """
 
     def required_calls(self, tools: ToolChoice) -> Format:
         """Return the structural format of an output that must consist of calls."""

@@ -38,12 +38,12 @@ class Hermes(ToolFormat):
     markers = (_BEGIN, _END)
 
     def text_with_calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of free text with calls in tags."""
+        """Return the structural format of free text with calls, each between the tags."""
         tags = [_tagged(function, tools) for function in tools.functions]
         return {"type": "triggered_tags", "triggers": [_BEGIN], "tags": tags}
 
     def calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of calls in tags."""
+        """Return the structural format of calls without free text, each between the tags."""
         tags = [_tagged(function, tools) for function in tools.functions]
         return some_calls(tags, _SEPARATOR, tools)
 
