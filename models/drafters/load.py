@@ -27,7 +27,8 @@ _BLOCK_DRAFTER_TENSOR = "hidden_norm.weight"
 _BLOCK_DRAFTERS: dict[str, type[BlockDrafter]] = {
     drafter.kind: drafter for drafter in (DFlash, DFlash2, DSpark)
 }
-#: Last part of error messages about a callable that does not create a drafter.
+#: Last part of the error messages about a `choice` of `make_drafter`, a callable, that raises an
+#: exception or does not return a drafter.
 _EXPECTED = (
     "a callable given as drafter must take a DrafterContext and return a Drafter. For a function "
     "that takes token ids and returns drafts, give UserDrafter.of(function)"

@@ -67,7 +67,8 @@ class ToolFormat(ABC):
     def calls(self, tools: ToolChoice) -> Format:
         """Return the structural format of calls without free text.
 
-        If a request also has a grammar, its output matches either this format or the grammar.
+        If the model may call tools and the request also has a grammar, the output matches either
+        this format or the grammar.
         """
 
     def required_calls(self, tools: ToolChoice) -> Format:
