@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from test_missing_packages import HIDDEN
 
+from graft.native import _native
 from graft.tools.gpu_first import __main__ as gpu_first
 from graft.tools.gpu_first import runner, stage0
 
@@ -401,7 +402,9 @@ def test_run_writes_all_other_results_after_faults(tmp_path, monkeypatch, capfd,
     assert gpu_first.main([*OPTIONS, "--out", str(out)]) == 1
     outcomes = results_of(out)
     failed = {key for key, outcome in outcomes.items() if outcome == "failed"}
-    tools = {("stage0", "driver"), ("build", "native module"), ("measure", "ncu")}
+    tools = {("stage0", "driver"), ("measure", "ncu")}
+    if "build/tree" in _native.__file__:
+        tools.add(("build", "native module"))  # skipped where graft is installed
     tools |= {("sanitizer", "memcheck"), ("sanitizer", "racecheck")}
     tools |= {("sanitizer", f"memcheck of {name}") for name in gpu_first.SANITIZED_TESTS}
     failed -= {("stage0", "kernels")}  # NVRTC need not be installed
@@ -480,7 +483,7 @@ def test_terminated_run_writes_its_archive(tmp_path, section):
     smi.chmod(0o755)
     variables = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}",
+        "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
         "PYTEST_ADDOPTS": "-p hang",
     }
     command = [sys.executable, "-m", "graft.tools.gpu_first", "--out", str(tmp_path / "out")]
