@@ -132,7 +132,7 @@ def test_runner_starts_a_new_process_after_a_lost_device(tmp_path):
     assert ends["test_faulty"]["message"].endswith("(the device is lost)")
 
 
-def test_runner_continues_after_a_crash_between_tests(tmp_path):
+def test_runner_reports_a_crash_between_tests_and_continues(tmp_path):
     """The exit status begins like that of failed tests."""
     (tmp_path / "conftest.py").write_text(
         "import os\n"
@@ -144,7 +144,20 @@ def test_runner_continues_after_a_crash_between_tests(tmp_path):
         "        os._exit(139)\n"
     )
     ends, _, problem = run_file(tmp_path, "pass", conftest=False)
-    assert problem == "" and ends["test_last"]["outcome"] == "passed"
+    assert problem.startswith("exit status 139 outside a test")
+    assert ends["test_last"]["outcome"] == "passed"
+
+
+def test_run_fails_if_a_process_crashes_at_exit(tmp_path, capsys):
+    """The next process has no tests left, and succeeds."""
+    path = tmp_path / "test_exit.py"
+    path.write_text(
+        "import atexit, os\ndef test_passing():\n    atexit.register(os.kill, os.getpid(), 11)\n"
+    )
+    assert runner.main(["--out", str(tmp_path / "out"), str(path)]) == 1
+    printed = capsys.readouterr().out
+    assert f"{path}: 1 passed exit status -11 outside a test" in printed
+    assert f"1 failures\n  {path}" in printed
 
 
 def test_runner_reports_a_file_that_cannot_be_collected(tmp_path):

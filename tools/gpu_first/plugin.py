@@ -25,10 +25,13 @@ from typing import Any
 
 import pytest
 
-from graft.tools.gpu_first.runner import RESULTS_VARIABLE, append_line, read_lines
+from graft.tools.gpu_first.runner import (
+    DEVICE_LOST_STATUS,
+    RESULTS_VARIABLE,
+    append_line,
+    read_lines,
+)
 
-#: Exit status after a test that has made the device unusable.
-DEVICE_LOST_STATUS = 75
 #: Time limit of the question whether the device can still be used.
 SYNCHRONIZE_S = 5.0
 

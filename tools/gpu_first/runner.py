@@ -24,6 +24,8 @@ from typing import Any
 
 #: Environment variable with the path of the results file of a test process.
 RESULTS_VARIABLE = "GPU_FIRST_RESULTS"
+#: Exit status of a test process after a failed test that has made the device unusable.
+DEVICE_LOST_STATUS = 75
 #: A process is started only if at least this many seconds of a time limit remain.
 MIN_S = 3.0
 #: Seconds between two looks at a child process and its results.
@@ -35,9 +37,10 @@ KILL_S = 10.0
 #: Maximum number of characters of a message.
 MAX_MESSAGE = 2000
 
-#: Statuses of pytest if tests have failed, and if there are no tests left.
+#: Reasons of `run_command`: tests have failed, there are no tests left, or the device is lost.
 TESTS_FAILED = "exit status 1"
 NO_TESTS = "exit status 5"
+DEVICE_LOST = f"exit status {DEVICE_LOST_STATUS}"
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -139,8 +142,9 @@ def run_test_file(
 ) -> str:
     """Run a test file, and call `report` with each new line of its results.
 
-    `path` may contain a test id after ``::``. Return "" if the file could be run to its end,
-    otherwise why the last process failed.
+    `path` may contain a test id after ``::``. A new process runs the remaining tests if a process
+    fails outside a test: between two tests, or after the last one. Return the reason of the first
+    failure of this kind, or that the time limit was exceeded; "" if neither happened.
     """
     name = path.replace("/", ".").replace("::", ".")
     results = folder / f"{name}.jsonl"
@@ -165,6 +169,7 @@ def run_test_file(
     command += ["-p", "no:cacheprovider", "-p", "graft.tools.gpu_first.plugin"]
     command += ["-o", "faulthandler_timeout=0"]
     environment = {RESULTS_VARIABLE: str(results)}
+    problem = ""
     while True:
         begun = len(read_lines(results))
         reason = run_command(command, log, end - time.monotonic(), environment, watch)
@@ -178,11 +183,13 @@ def run_test_file(
             append_line(results, {**line, "seconds": time.monotonic() - test["time"]})
             watch()
         elif status in ("", NO_TESTS) or (status == TESTS_FAILED and failed):
-            return ""
-        elif not lines[begun:]:  # a further process would fail as well
-            return f"{reason}: {_tail(log)}"
+            return problem
+        elif status != DEVICE_LOST or not failed:
+            problem = problem or f"{reason} outside a test: {_tail(log)}"
+            if not lines[begun:]:  # a further process would fail as well
+                return problem
         if end - time.monotonic() < MIN_S:
-            return reason
+            return problem or reason
 
 
 def _running_test(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
