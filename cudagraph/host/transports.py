@@ -12,7 +12,7 @@ import functools
 import hashlib
 import os
 
-from graft.cudagraph.driver.chooser import run_python_child
+from graft.cudagraph.driver.chooser import SONAME, run_python_child
 from graft.cudagraph.driver.context import Context
 from graft.cudagraph.driver.driver import call, cu
 from graft.cudagraph.errors import OptionError
@@ -23,9 +23,16 @@ from graft.native import _native
 TRANSPORTS = ("auto", "native", "mailbox", "spinkernel")
 #: Transports that use a worker thread, in the order in which "auto" tries them.
 WORKER_TRANSPORTS = ("mailbox", "spinkernel")
-#: Prefixes of the environment variables that can change whether a transport works with the driver.
-#: A stored result of a probe is used only if they have the same values.
-DRIVER_VARIABLES = ("CUDA_", "SOFTCUDA_")
+#: Prefixes of the environment variables that can change whether a transport works: settings of the
+#: drivers, and variables by which profilers and sanitizers load themselves into a process. In a
+#: tool that runs each kernel several times, such as ncu, a wait for a mailbox may never end.
+#: A stored result of a probe is used only if these variables have the same values.
+VARIABLE_PREFIXES = (
+    *("CUDA_", "SOFTCUDA_"),
+    *("LD_PRELOAD", "CUPTI_", "NSYS", "NV_", "NVIDIA_", "NVTX_INJECTION", "QUADD_"),
+)
+#: Sources of the kernels of the transports.
+KERNEL_SOURCES = ("mailbox.cu", "graft.cuh")
 REPLAYS = 3
 REPLAY_LIMIT_S = 2.0
 #: Time limit for starting Python, opening the device and compiling two small kernels on a busy
@@ -81,9 +88,10 @@ def probe_transport(transport: str, kind: str, ordinal: int = 0) -> str:
 def transport_problem(transport: str, device: Context) -> str:
     """Return the reason why a transport does not work on a device; "" if it works.
 
-    The transport is probed, unless an earlier process has done so with success on the same GPU,
-    with the same driver, build of graft and environment variables of the driver. A failure is not
-    remembered, because its reason may be temporary.
+    The transport is probed, unless an earlier process has done so with success under the same
+    conditions: GPU, driver library, build of graft, kernels of the transports, and environment
+    variables of the driver, profilers and sanitizers. A failure is not remembered, because its
+    reason may be temporary.
     """
     success = cache_folder() / "transports" / _probe_key(transport, device)
     if success.exists():
@@ -97,18 +105,23 @@ def transport_problem(transport: str, device: Context) -> str:
 
 
 def _probe_key(transport: str, device: Context) -> str:
-    """Return a digest of everything on which the result of a probe depends."""
-    native = os.stat(_native.__file__)
-    driver = call(cu.cuDriverGetVersion)
+    """Return a digest of the conditions under which the result of a probe is valid."""
+    libraries = [os.stat(path) for path in (_native.__file__, _native.loaded_library(SONAME))]
     gpu = bytes(call(cu.cuDeviceGetUuid, call(cu.cuDeviceGet, device.ordinal)).bytes)
-    variables = [
-        (name, value)
-        for name, value in sorted(os.environ.items())
-        if name.startswith(DRIVER_VARIABLES) and name != "CUDA_LOG_FILE"
-    ]
-    kernels = (KERNELS / "mailbox.cu").read_text()
-    parts = (transport, driver, gpu, native.st_size, native.st_mtime_ns, _PROBE, kernels, variables)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    conditions = (
+        transport,
+        gpu,
+        call(cu.cuDriverGetVersion),
+        [(library.st_size, library.st_mtime_ns) for library in libraries],
+        _PROBE,
+        [(KERNELS / name).read_text() for name in KERNEL_SOURCES],
+        [
+            (name, value)
+            for name, value in sorted(os.environ.items())
+            if name.startswith(VARIABLE_PREFIXES) and name != "CUDA_LOG_FILE"
+        ],
+    )
+    return hashlib.sha256(repr(conditions).encode()).hexdigest()
 
 
 def choose_transport(requested: str, device: Context) -> tuple[str, str]:

@@ -4,6 +4,7 @@ A transport is the mechanism by which the graph of a round runs grammar steps on
 """
 
 import os
+import shutil
 import threading
 
 import pytest
@@ -15,6 +16,7 @@ from graft.cudagraph.host import transports
 from graft.cudagraph.host.transports import choose_transport, probe_transport
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.round.prefill import CHUNK_SIZES
+from graft.native import _native
 
 
 @pytest.mark.parametrize("transport", ["mailbox", "spinkernel"])
@@ -95,26 +97,55 @@ def test_grammar_transport_probe_reports_missing_features(monkeypatch):
     probe_transport.cache_clear()
 
 
-def test_successful_probe_is_remembered_until_its_conditions_change(device, monkeypatch, tmp_path):
+@pytest.fixture
+def probe_answers(monkeypatch, tmp_path):
+    """Answers of the probes by transport. The cache is empty, and no probe runs."""
+    answers = {"mailbox": "", "spinkernel": ""}
+    monkeypatch.setenv("GRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(transports, "probe_transport", lambda name, kind, ordinal: answers[name])
+    return answers
+
+
+def test_successful_probe_is_remembered(device, monkeypatch, tmp_path, probe_answers):
     """A failure is not remembered, because its reason may be temporary."""
-    probes = []
-    answers = {"mailbox": "", "spinkernel": "too slow"}
-    monkeypatch.setenv("GRAFT_CACHE", str(tmp_path))
-    monkeypatch.setattr(
-        transports, "probe_transport", lambda t, kind, ordinal: (probes.append(t), answers[t])[1]
-    )
-    for _ in range(2):
-        assert transports.transport_problem("mailbox", device) == ""
-        assert transports.transport_problem("spinkernel", device) == "too slow"
-    assert probes == ["mailbox", "spinkernel", "spinkernel"]
-    monkeypatch.setenv("CUDA_LOG_FILE", str(tmp_path / "log"))
-    assert transports.transport_problem("mailbox", device) == "" and len(probes) == 3
-    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    answers["mailbox"] = "it waits forever"
-    assert transports.transport_problem("mailbox", device) == "it waits forever"
-    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING")
+    probe_answers["spinkernel"] = "too slow"
     assert transports.transport_problem("mailbox", device) == ""
-    monkeypatch.setattr(transports, "_PROBE", "another program")
+    assert transports.transport_problem("spinkernel", device) == "too slow"
+    probe_answers |= {"mailbox": "it waits forever", "spinkernel": ""}
+    monkeypatch.setenv("CUDA_LOG_FILE", str(tmp_path / "log"))
+    assert transports.transport_problem("mailbox", device) == ""
+    assert transports.transport_problem("spinkernel", device) == ""
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        *("CUDA_LAUNCH_BLOCKING", "SOFTCUDA_MEMOPS", "LD_PRELOAD", "NV_TPS_LAUNCH_TOKEN"),
+        *("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID", "CUPTI_INJECTION64_PATH"),
+        *("mailbox.cu", "graft.cuh", "libcuda.so.1", "probe"),
+    ],
+)
+def test_probe_is_repeated_under_other_conditions(
+    device, monkeypatch, tmp_path, probe_answers, condition
+):
+    """The conditions are environment variables, kernels, the driver and the probe itself."""
+    kernels = tmp_path / "kernels"
+    shutil.copytree(transports.KERNELS, kernels)
+    monkeypatch.setattr(transports, "KERNELS", kernels)
+    assert transports.transport_problem("mailbox", device) == ""
+    probe_answers["mailbox"] = "it waits forever"
+    assert transports.transport_problem("mailbox", device) == ""
+    if condition == "libcuda.so.1":
+        library = tmp_path / condition
+        library.write_text("an updated driver of the same version")
+        monkeypatch.setattr(_native, "loaded_library", {condition: str(library)}.get)
+    elif condition == "probe":
+        monkeypatch.setattr(transports, "_PROBE", "another program")
+    elif condition.isupper():
+        monkeypatch.setenv(condition, "1")
+    else:
+        with (kernels / condition).open("a") as source:
+            source.write("// changed")
     assert transports.transport_problem("mailbox", device) == "it waits forever"
 
 
