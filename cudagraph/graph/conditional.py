@@ -11,14 +11,30 @@ node of another kind, such as a host node, raises :class:`OptionError`. Host wor
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any
 
-from graft.cudagraph.driver.driver import call, cu
-from graft.cudagraph.errors import OptionError
+from graft.cudagraph.driver.context import Context
+from graft.cudagraph.driver.driver import FAULTS, call, cu
+from graft.cudagraph.errors import DeviceError, OptionError
 from graft.cudagraph.graph import nodes
-from graft.cudagraph.graph.graph import Attached, GraphBase, GraphBody, GraphLane, keep_owners
+from graft.cudagraph.graph.graph import (
+    Attached,
+    Graph,
+    GraphBase,
+    GraphBody,
+    GraphLane,
+    keep_owners,
+)
+from graft.cudagraph.kernels.kernels import load
+
+LOG = logging.getLogger("graft")
 
 CONDITION_LIMIT = 1 << 32
+_WAITING_KERNEL = Path(__file__).parents[1] / "kernels" / "waiting.cu"
+#: Whether the driver accepts programmatic edges in bodies; None if it is not known yet.
+_programmatic_bodies: bool | None = None
 
 
 class Condition(int):
@@ -88,6 +104,7 @@ def _add_conditional(
             f"condition {condition.name!r} already controls a conditional node; create another one"
         )
     body_handles: list[int] = []
+    programmatic = root.programmatic and _accepts_programmatic_bodies(root.context)
 
     def make(handle: int, dependencies: list[Any], _: Attached) -> Any:
         node, handles = nodes.add_conditional(
@@ -99,6 +116,31 @@ def _add_conditional(
     graph.add(kind, name, lane.name, keep_owners(()), make)
     del root.unused_conditions[condition]
     return [
-        GraphBody(root, body_name, handle)
+        GraphBody(root, body_name, handle, programmatic=programmatic)
         for body_name, handle in zip(body_names, body_handles, strict=True)
     ]
+
+
+def _accepts_programmatic_bodies(context: Context) -> bool:
+    """Return whether the driver accepts programmatic edges in the bodies of conditionals.
+
+    CUDA's documentation does not say so. The first call instantiates a graph with such an edge.
+    """
+    global _programmatic_bodies
+    if _programmatic_bodies is None:
+        kernel = load(context, _WAITING_KERNEL)["wait_only"]
+        _programmatic_bodies = True  # for the body of this graph
+        graph = Graph(context, "graph with a programmatic edge in a body", programmatic=True)
+        try:
+            lane = if_(graph.lane("main"), condition(graph, 0)).lane("main")
+            lane.kernel(kernel, 1, 1, [])
+            lane.kernel(kernel, 1, 1, [])
+            graph.instantiate().close()
+        except DeviceError as error:
+            _programmatic_bodies = None if error.code in FAULTS else False
+            if error.code in FAULTS:
+                raise
+            LOG.info("kernels in loops do not overlap, because the driver refuses it: %s", error)
+        finally:
+            graph.close()
+    return bool(_programmatic_bodies)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from graft.cudagraph.driver.context import Context
 from graft.cudagraph.driver.driver import call, check_code, cu, prepare_driver_call
 from graft.cudagraph.driver.memory import PinnedArray, check_byte
-from graft.cudagraph.errors import DeviceError, OptionError
+from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph import drawing, nodes
 from graft.cudagraph.graph.exec import GraphExec
 from graft.cudagraph.graph.mailbox import KERNELS as MAILBOX_KERNELS
@@ -260,7 +260,6 @@ class GraphBase(ABC):
             self._tails[lane] = (index,)
             if programmatic:
                 self._programmatic_nodes.update((*depends, index))
-                self.root.programmatic_body = self.root.programmatic_body or self is not self.root
             if kind == "kernel":
                 self._kernel_tails.add(lane)
             else:
@@ -362,7 +361,8 @@ class Graph(GraphBase):
         ``wait_for_previous_kernel()`` is launched while the previous kernel of its lane still runs.
         This applies only if no mark or other node is between the two kernels. The edge between them
         is then programmatic, and neither kernel node can be changed in executables. OptionError is
-        raised if the device or the driver does not support it.
+        raised if the device or the driver does not support it. In the bodies of conditionals, edges
+        are programmatic if the driver accepts such bodies.
 
     Attributes
     ----------
@@ -371,8 +371,6 @@ class Graph(GraphBase):
         exception, 2 a native host step failed, 3 the interpreter is shutting down, 4 a mailbox
         missed its deadline. Word 1 is the number of that replay. The words stay set until
         ``GraphExec.clear()``. Kernels that must do nothing in a failed replay read them.
-    programmatic_body
-        Whether there is a programmatic edge in the body of a conditional.
     payloads
         Payloads of the graph and of the graphs that were moved into it.
     child_status
@@ -392,7 +390,6 @@ class Graph(GraphBase):
         status = PinnedArray(context, (STATUS_WORDS,), "int32")
         super().__init__(context, name, status, _native.GraphState(status.host_ptr))
         self.programmatic = programmatic
-        self.programmatic_body = False
         self.payloads: list[Payload] = []
         self.child_status: list[PinnedArray] = []
         self.unused_conditions: dict[int, str] = {}
@@ -518,16 +515,7 @@ class Graph(GraphBase):
                     "use it in if_(), if_else() or while_()"
                 )
             self.place_launch_counter()
-            try:
-                executable = GraphExec(self, priorities)
-            except DeviceError as error:
-                if self.programmatic_body:
-                    error.add_note(
-                        f"graph {self.name!r} has programmatic edges in the body of a conditional, "
-                        "which the driver may not support; create the graph without "
-                        "programmatic=True"
-                    )
-                raise
+            executable = GraphExec(self, priorities)
             self._exec = weakref.ref(executable)
             return executable
 
@@ -579,9 +567,9 @@ class GraphBody(GraphBase):
     operands are kept alive by `root`, the graph that contains the body.
     """
 
-    def __init__(self, root: Graph, name: str, handle: int) -> None:
+    def __init__(self, root: Graph, name: str, handle: int, *, programmatic: bool) -> None:
         super().__init__(root.context, name, root.status, root.state)
-        self.programmatic = root.programmatic
+        self.programmatic = programmatic
         self._root = root
         self._handle = handle
 
