@@ -2,8 +2,8 @@
 
 Tests marked ``full`` need ``--full``, tests marked ``ptx`` need ``--ptx``, and tests marked
 ``nvrtc`` need either. With ``--soak`` only tests marked ``soak`` run. Tests marked ``cuda`` need
-``GRAFT_DEVICE=cuda``. Tests marked ``overlap`` do not run if a setting of the soft device makes
-launches or allocations wait for the device. All other tests always run, on the selected device.
+``GRAFT_DEVICE=cuda``. Tests marked ``overlap`` do not run if a setting of the device makes launches
+or allocations wait for it. All other tests always run, on the selected device.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def calls_wait_for_device() -> bool:
-    """Return whether the soft device is set so that launches or allocations wait for it."""
+    """Return whether the device is set so that launches or allocations wait for it."""
+    blocking = os.environ.get("SOFTCUDA_LAUNCH_BLOCKING") or os.environ.get("CUDA_LAUNCH_BLOCKING")
     lock_model = int(os.environ.get("SOFTCUDA_LOCK_MODEL") or 0)
-    return os.environ.get("SOFTCUDA_LAUNCH_BLOCKING") == "1" or bool(lock_model & 16)
+    return blocking not in (None, "", "0") or bool(lock_model & 16)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

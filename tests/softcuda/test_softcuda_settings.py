@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import pytest
 from softcuda_util import check, codes, run_child
 
@@ -142,6 +145,24 @@ def test_setting_launch_blocking_completes_launches(setting):
         """,
         **{setting: "1"},
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "calls_wait"),
+    [
+        ("SOFTCUDA_LAUNCH_BLOCKING", "1", True),
+        ("CUDA_LAUNCH_BLOCKING", "1", True),
+        ("CUDA_LAUNCH_BLOCKING", "0", False),
+        ("SOFTCUDA_LOCK_MODEL", "24", True),
+        ("SOFTCUDA_LOCK_MODEL", "8", False),
+    ],
+)
+def test_setting_deselects_tests_with_overlap(monkeypatch, name, value, calls_wait):
+    for other in ("SOFTCUDA_LAUNCH_BLOCKING", "CUDA_LAUNCH_BLOCKING", "SOFTCUDA_LOCK_MODEL"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, value)
+    conftest = runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))
+    assert conftest["calls_wait_for_device"]() == calls_wait
 
 
 def test_setting_attribute_17_limits_run_time_of_kernels():
