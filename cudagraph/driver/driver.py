@@ -19,8 +19,6 @@ from graft.native import _native
 
 #: Result of cuStreamQuery and cuEventQuery while work is pending.
 NOT_READY = 600
-#: Results after which the context is lost and the driver calls no host function any more.
-FAULTS = frozenset({214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 999})
 
 _context: Any = None
 _forked = False
@@ -128,11 +126,12 @@ def check_code(api: str, code: int) -> None:
     if code in _CODES:
         name = _text(cu.cuGetErrorName(cu.CUresult(code)))
         detail = _text(cu.cuGetErrorString(cu.CUresult(code)))
-    if code in FAULTS:
+    is_fault = _native.is_context_fault(code)
+    if is_fault:
         _native.abandon_eager()
         _native.abandon_mailboxes()
     if _error_detail is not None:
-        detail = ": ".join(filter(None, (detail, _error_detail(code in FAULTS))))
+        detail = ": ".join(filter(None, (detail, _error_detail(is_fault))))
     message = f"{api} failed with {name}"
     if detail:
         message += f" ({detail})"

@@ -120,6 +120,8 @@ void bind_lifetime(nb::module_& m) {
   m.def("flush", &flush, nb::call_guard<GilRelease>(),
         "Wait until everything released so far is freed; return False on timeout.");
   m.def("live_resources", &live_resources);
+  m.def("is_context_fault", &is_context_fault,
+        "Return whether the context is lost after a driver call with this result.");
   m.def("failed_frees", &failed_frees);
   m.def("live_thread_states", &live_thread_states);
   m.def("close_gate", &close_gate,

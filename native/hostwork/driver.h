@@ -3,8 +3,10 @@
 // The file needs no CUDA header, because it declares the types of the public driver ABI itself.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 
@@ -16,6 +18,15 @@ using HostFunction = void (*)(void*);
 
 constexpr Result kSuccess = 0;
 constexpr Result kNotReady = 600;  // CUDA_ERROR_NOT_READY
+// Results after which the context is lost: no work runs any more, and the driver calls no host
+// function any more.
+constexpr Result kContextFaults[] = {214, 220, 226, 700, 702, 709, 710, 714,
+                                     715, 716, 717, 718, 719, 721, 999};
+
+inline bool is_context_fault(Result result) {
+  return std::find(std::begin(kContextFaults), std::end(kContextFaults), result) !=
+         std::end(kContextFaults);
+}
 
 struct UpdateInfo {  // CUgraphExecUpdateResultInfo
   int result;

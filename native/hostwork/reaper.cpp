@@ -23,6 +23,10 @@ constexpr long kPollNs = 200'000;
 // other driver calls wait too. Memory is therefore freed when the streams are idle, but at the
 // latest after this time, because the streams of a busy program may never be idle.
 constexpr std::chrono::milliseconds kMaxDeferral{500};
+// While a stream is capturing, the driver does not tell whether earlier work on the stream has
+// ended. A capture that never ends must not hold back memory for ever. After this time, the reaper
+// therefore assumes that the work from before the release has ended on such a stream.
+constexpr std::chrono::seconds kMaxCaptureDeferral{30};
 
 // Tells the reaper about a new stream. The creator of the stream pushes this object to the reaper's
 // list. The reaper handles the list in order, so it knows the stream before it frees memory that
@@ -50,15 +54,17 @@ class StreamFences {
   // Begins a period and returns its number.
   std::uint64_t next_period() { return ++period_; }
   // Records the event of each stream, unless its last record is still pending, and queries it.
-  // Returns whether all streams were idle. Streams that are capturing are left out, because
-  // querying captured work would invalidate the capture.
+  // Returns whether all streams are known to be idle.
   bool update() {
     bool idle = true;
     for (Fence& fence : streams_) {
       const bool recorded_now = !fence.pending;
-      if (recorded_now && !record(fence)) {
-        fence.ended = period_;
-        continue;
+      if (recorded_now) {
+        const Recording recording = record(fence);
+        fence.unknown = recording == Recording::kImpossible;
+        if (recording == Recording::kFaulted) fence.ended = period_;
+        idle = idle && !fence.unknown;
+        if (recording != Recording::kDone) continue;
       }
       // The event of an idle stream is reached within microseconds.
       const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(50);
@@ -66,16 +72,23 @@ class StreamFences {
       while (recorded_now && result == kNotReady && std::chrono::steady_clock::now() < end)
         result = driver().event_query(fence.event);
       fence.pending = result == kNotReady;
-      if (!fence.pending && !is_capture_error(result)) fence.ended = fence.recorded;
+      if (result == kSuccess || is_context_fault(result)) {
+        fence.ended = fence.recorded;
+      } else {
+        fence.unknown = !fence.pending;
+      }
       idle = idle && recorded_now && fence.ended == period_;
     }
     return idle;
   }
   // Returns the number of the latest period of which the following is known: all work that was
-  // enqueued before this period began has ended, on all streams.
-  std::uint64_t ended() const {
+  // enqueued before this period began has ended, on all streams. If `skip_unknown`, streams whose
+  // event cannot be recorded now are left out.
+  std::uint64_t ended(bool skip_unknown) const {
     std::uint64_t period = period_;
-    for (const Fence& fence : streams_) period = std::min(period, fence.ended);
+    for (const Fence& fence : streams_) {
+      if (!(skip_unknown && fence.unknown)) period = std::min(period, fence.ended);
+    }
     return period;
   }
 
@@ -84,6 +97,7 @@ class StreamFences {
     Handle stream;
     Handle event = nullptr;
     bool pending = false;        // whether the event was recorded and is not known to be reached
+    bool unknown = false;        // whether the last attempt to record or query the event failed
     std::uint64_t recorded = 0;  // period in which the event was recorded
     std::uint64_t ended = 0;     // the work from before this period has ended on the stream
   };
@@ -91,25 +105,42 @@ class StreamFences {
   // CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED to CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD.
   static bool is_capture_error(Result result) { return result >= 900 && result <= 908; }
 
-  static bool is_capturing(Handle stream) {
+  // Returns the result of the driver call. Stores in `capturing` whether the stream is capturing.
+  static Result query_capture(Handle stream, bool* capturing) {
     int status = 0;
     std::uint64_t id = 0;
     const Result result =
         driver().stream_get_capture_info(stream, &status, &id, nullptr, nullptr, nullptr, nullptr);
-    return result == kSuccess && status != 0;
+    *capturing = is_capture_error(result) || (result == kSuccess && status != 0);
+    return result;
   }
 
-  // Records the event of a stream. Returns false if the stream is capturing. Other errors of the
-  // calls are ignored: they occur only after a context fault, after which no work runs, and the
-  // query of the event in update() then returns the same error.
-  bool record(Fence& fence) {
+  enum class Recording {
+    kDone,        // the event was recorded
+    kImpossible,  // the stream is capturing, or a driver call failed
+    kFaulted,     // the context has a fault, after which no work runs
+  };
+
+  // Records the event of a stream. A capturing stream is left alone, because a query of captured
+  // work would invalidate the capture. Another thread may begin a capture at any time. The event is
+  // therefore queried only if the stream is still not capturing after the event was recorded.
+  Recording record(Fence& fence) {
     constexpr unsigned kDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
-    if (is_capturing(fence.stream)) return false;
-    if (fence.event == nullptr) driver().event_create(&fence.event, kDisableTiming);
-    driver().event_record(fence.event, fence.stream);
-    if (is_capturing(fence.stream)) return false;
+    const Driver& d = driver();
+    bool capturing = false;
+    Result result = query_capture(fence.stream, &capturing);
+    if (capturing) return Recording::kImpossible;
+    if (result == kSuccess && fence.event == nullptr) {
+      Handle event = nullptr;
+      result = d.event_create(&event, kDisableTiming);
+      if (result == kSuccess) fence.event = event;
+    }
+    if (result == kSuccess) result = d.event_record(fence.event, fence.stream);
+    if (result == kSuccess) result = query_capture(fence.stream, &capturing);
+    if (is_context_fault(result)) return Recording::kFaulted;
+    if (result != kSuccess || capturing) return Recording::kImpossible;
     fence.recorded = period_;
-    return true;
+    return Recording::kDone;
   }
 
   std::vector<Fence> streams_;
@@ -180,8 +211,9 @@ class Reaper {
     const bool idle = !gate_open() || streams_.update();
     while (!deferred_.empty()) {
       const Deferred& first = deferred_.front();
-      const bool ended = !gate_open() || streams_.ended() >= first.period;
-      if (!ended || !(idle || Clock::now() - first.since >= kMaxDeferral)) return;
+      const auto age = Clock::now() - first.since;
+      const bool ended = !gate_open() || streams_.ended(age >= kMaxCaptureDeferral) >= first.period;
+      if (!ended || !(idle || age >= kMaxDeferral)) return;
       Reapable* const items = first.items;
       deferred_.pop_front();
       finish(items);

@@ -223,6 +223,7 @@ def test_faults_abandon_eager_work(device, monkeypatch, code: int, is_fault: boo
     native = SimpleNamespace(
         abandon_eager=lambda: abandoned.append("eager"),
         abandon_mailboxes=lambda: abandoned.append("mailboxes"),
+        is_context_fault=driver._native.is_context_fault,
     )
     monkeypatch.setattr(driver, "_native", native)
     with pytest.raises(DeviceError):

@@ -519,6 +519,58 @@ def test_operands_of_eager_work_are_freed_after_the_work(setting) -> None:
     assert done.stdout.split() == ["12", "3", "0"], done.stderr
 
 
+UNKNOWN_STREAM = """
+from cuda.bindings import driver as cu
+from graft.cudagraph.driver.driver import call
+go = threading.Event()
+text = 'extern "C" __global__ void add(const int* x, int* y) { *y += *x; }'
+kernel = load_text(device, text, "add.cu")["add"]
+x, y = device.zeros((1,), "int32"), device.zeros((1,), "int32")
+lane = StreamLane(stream)
+lane.host(lambda: go.wait(60))
+lane.fill(x, 5)
+lane.kernel(kernel, 1, 1, [x, y])
+if "capture" in sys.argv:
+    mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    call(cu.cuStreamBeginCapture, stream.handle, mode)
+live = _native.live_resources()
+del x
+print(_native.flush(0.1), _native.live_resources() - live)
+if "abandon" in sys.argv:
+    print(_native.flush(60), _native.live_resources() - live)
+    os._exit(0)
+if "capture" in sys.argv:
+    call(cu.cuGraphDestroy, call(cu.cuStreamEndCapture, stream.handle))
+go.set()
+stream.synchronize(60)
+print(_native.flush(20), format(y.to_host()[0], "x"))
+"""
+
+
+@pytest.mark.overlap
+def test_operand_dropped_during_capture_is_freed_after_earlier_work() -> None:
+    """A capture hides whether the work that was enqueued before it has ended (INVARIANTS.md L8)."""
+    settings = {"GRAFT_DEVICE": "soft", "SOFTCUDA_FREE": "immediate"}
+    done = run_program(UNKNOWN_STREAM, "capture", **settings)
+    assert done.stdout.splitlines() == ["False 0", "True 5050505"], done.stderr
+
+
+@pytest.mark.overlap
+def test_operand_is_freed_after_work_although_event_cannot_be_created() -> None:
+    settings = {"GRAFT_DEVICE": "soft", "SOFTCUDA_FREE": "immediate"}
+    done = run_program(UNKNOWN_STREAM, **settings, SOFTCUDA_FAIL="cuEventCreate:1")
+    assert done.stdout.splitlines() == ["False 0", "True 5050505"], done.stderr
+
+
+@pytest.mark.overlap
+@pytest.mark.full
+def test_operand_dropped_during_abandoned_capture_is_freed() -> None:
+    """A capture that never ends delays the release of memory by 30 s at most."""
+    settings = {"GRAFT_DEVICE": "soft", "SOFTCUDA_FREE": "immediate"}
+    done = run_program(UNKNOWN_STREAM, "capture", "abandon", **settings)
+    assert done.stdout.splitlines() == ["False 0", "True -1"], done.stderr
+
+
 PENDING_WAIT = """
 go = threading.Event()
 graph, data = Graph(device, "pending"), device.zeros((1,), "int32")
