@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from graft.cudagraph.driver.context import Context
-from graft.cudagraph.driver.driver import FAULTS, call, cu
+from graft.cudagraph.driver.driver import call, cu
 from graft.cudagraph.errors import DeviceError, OptionError
 from graft.cudagraph.graph import nodes
 from graft.cudagraph.graph.graph import (
@@ -28,6 +28,7 @@ from graft.cudagraph.graph.graph import (
     keep_owners,
 )
 from graft.cudagraph.kernels.kernels import load
+from graft.native import _native
 
 LOG = logging.getLogger("graft")
 
@@ -137,8 +138,9 @@ def _accepts_programmatic_bodies(context: Context) -> bool:
             lane.kernel(kernel, 1, 1, [])
             graph.instantiate().close()
         except DeviceError as error:
-            _programmatic_bodies = None if error.code in FAULTS else False
-            if error.code in FAULTS:
+            is_fault = _native.is_context_fault(error.code)
+            _programmatic_bodies = None if is_fault else False
+            if is_fault:
                 raise
             LOG.info("kernels in loops do not overlap, because the driver refuses it: %s", error)
         finally:
