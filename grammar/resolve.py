@@ -99,8 +99,9 @@ def resolve_spec(spec: Spec, backend: str) -> ResolvedGrammar:
 def resolve_for_backend(spec: Spec, name: str) -> ResolvedGrammar:
     """Return a grammar in the form that the backend with this name compiles; see `resolve_spec`.
 
-    Raise `UnsupportedFormatError` if the backend cannot enforce a structural format, and
-    `GrammarError` if the backend cannot be used or cannot enforce a grammar of another kind.
+    Raise `GrammarError` if the grammar is invalid, the backend cannot enforce it, or the backend
+    cannot be used. In the last two cases, the error for a structural format is the subclass
+    `UnsupportedFormatError`.
     """
     if spec.kind == "structural_format":
         return _resolve_format(spec, name)

@@ -100,13 +100,14 @@ class PromptRow:
 
 
 def read_requests(options: argparse.Namespace) -> list[PromptRow]:
-    """Return the requests that the command line defines.
+    """Return the requests of the command line: one from ``--prompt``, or those of a prompt file.
 
-    The fields of a row take precedence over command line options. For an invalid row, the
-    returned `PromptRow` contains a refusal; the other rows are not affected.
+    Each row of a prompt file (``--prompts``) defines one request. The fields of a row take
+    precedence over command line options. If the id, the grammar or a field for the chat template
+    is invalid, the `PromptRow` of this row contains a refusal, and the other rows are not affected.
 
-    Raise OptionError if an option is invalid or applies to no row, or a line of the file is not a
-    row: not an object, or an object with unknown keys.
+    Raise OptionError if an option is invalid or applies to no row, or if a line of the prompt file
+    is not a JSON object or has unknown keys.
     """
     defaults: dict[str, Any] = {name: getattr(options, name) for name in _SCALAR_OPTIONS}
     defaults["stop"] = tuple(options.stop)

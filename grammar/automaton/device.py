@@ -263,9 +263,10 @@ class DeviceAutomata:
             table.users -= 1
 
     def _acquire(self, lane: Lane, grammar: Any) -> _Table | None:
-        """Return the table of a grammar, and count one more user; None if the table does not fit.
+        """Return the table of a grammar's automaton, and increment the table's number of users.
 
-        The method uploads the table unless it is already on the device.
+        If the table is not on the device, its upload is added to `lane`. The result is None if the
+        device memory for tables has no room for it.
         """
         table = self._tables.pop(grammar, None)
         if table is None:

@@ -136,11 +136,11 @@ class GrammarService:
     """Compiles the grammars of an engine's requests.
 
     A grammar is compiled with the backend that its specification names. If the specification names
-    no backend, the engine's backend is used. All work whose running time depends on the text of a
-    grammar runs in child processes with limits of time and memory. This work consists of rewriting
-    a schema, and of parsing and compiling a grammar. Afterwards, LLGuidance compiles the checked
-    grammar again in this process, within LLGuidance's own limits. If a grammar takes too long or
-    crashes a library, only the compilation of this grammar fails.
+    no backend, the engine's backend is used. A grammar is parsed, checked, rewritten (if it is a
+    schema) and compiled in a child process with limits of time and memory. If a grammar takes too
+    long or crashes a library, only the compilation of this grammar fails. This process then creates
+    the compiled grammar: XGrammar reads what the child process compiled; LLGuidance compiles the
+    grammar, which the child process has checked, a second time, within LLGuidance's own limits.
 
     The service has two queues, each with its own threads. Each compilation starts in the fast queue
     with a time limit of one second. If the compilation exceeds this limit, it is aborted and starts

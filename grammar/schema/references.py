@@ -35,7 +35,10 @@ class References:
         self.nested = _has_nested_id(root)
 
     def pointer(self, reference: Any) -> str | None:
-        """Return the JSON pointer of a local reference; None if it is not a local pointer."""
+        """Return the JSON pointer of a local reference, such as ``#/$defs/name``.
+
+        Return None for any other reference: one to another document, or to an anchor by its name.
+        """
         if not isinstance(reference, str) or self.nested:
             return None
         if self._base and reference.startswith(self._base + "#"):
@@ -58,8 +61,8 @@ class References:
     def resolve(self, reference: Any) -> Any:
         """Return the target of a reference.
 
-        Raise `NoExactForm` if the reference is not a local pointer, or if its target does not
-        exist.
+        Raise `NoExactForm` if the reference has no JSON pointer (see `pointer`), or if its target
+        does not exist.
         """
         pointer = self.pointer(reference)
         if pointer is None:

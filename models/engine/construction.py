@@ -109,9 +109,10 @@ def build_graphs(
     """Build the graphs for each batch bucket and draft length, and run them without requests.
 
     The first replay of a graph makes the driver load its kernels, so that no request has to wait
-    for this. The times of the other replays tell the draft budget the cost of each draft length.
-    Prefill chunks without requests are run too, to load their kernels and to measure their times.
-    On Ctrl-C, `shield` raises KeyboardInterrupt after each graph and replay.
+    for this. From the times of the other replays, `DraftBudget` learns the cost of each draft
+    length. Prefill chunks without requests are run too, to load their kernels and to measure their
+    times. `shield` defers Ctrl-C: KeyboardInterrupt is raised after the current graph is built, or
+    while this function waits for a replay.
 
     Raises
     ------

@@ -44,10 +44,11 @@ class Promotion:
         return state.matcher is not None and state not in self._promoted
 
     def start(self, state: RequestState) -> None:
-        """Decide whether kernels do the grammar steps of a request, before it takes part in rounds.
+        """Decide whether kernels do the grammar steps of a request.
 
-        If the request has no grammar, mark the mask rows of its slot as allowing every id. No
-        replay that uses the slot may be in flight.
+        If the request has no grammar, mark the mask rows of its slot as allowing every id. The
+        method must be called before the request takes part in a round, and while no replay that
+        uses the slot is in flight.
         """
         if state.matcher is None:
             self._exchange.free_rows(state.slot, state.epoch)

@@ -376,7 +376,10 @@ def _speculators_decoder(fields: Fields) -> Fields:
 
 
 def _dflash_section(fields: Fields, sizes: Mapping[str, int]) -> Fields:
-    """Return the top-level fields, overridden by the fields of the section `dflash_config`."""
+    """Return the top-level fields, overridden by the fields of the section `dflash_config`.
+
+    The keys of `sizes` are the fields that only the sections of some architectures may contain.
+    """
     section = fields.section("dflash_config")
     if section is None:
         raise ConfigError(f"{fields.where}: dflash_config is missing")

@@ -58,8 +58,8 @@ class Detokenizer:
     ----------
     utf8_errors
         Name of the error handler for bytes that are not valid UTF-8. It yields the same number of
-        U+FFFD characters as the library: for a byte-level tokenizer, one for each maximal
-        incomplete character; for a byte-fallback tokenizer, one for each invalid byte.
+        U+FFFD characters as the tokenizers library: for a byte-level tokenizer, one for each
+        maximal incomplete character; for a byte-fallback tokenizer, one for each invalid byte.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, size: int, where: str) -> None:
@@ -80,10 +80,11 @@ class Detokenizer:
         self._bytes: dict[int, bytes | None] = {}
 
     def token_bytes(self, token: int) -> bytes | None:
-        """Return the bytes that an id represents; None if the tokenizers library converts the id.
+        """Return the bytes that a token represents.
 
-        The result is empty for an id without a token. An id that is out of range raises
-        TokenizerError.
+        The result is None if the token does not represent bytes (see `Detokenizer`); the tokenizers
+        library then converts it to text. The result is empty for an id without a token. An id that
+        is out of range raises TokenizerError.
         """
         if token not in self._bytes:
             if not 0 <= token < self._size:
@@ -96,7 +97,8 @@ class Detokenizer:
             return b""
         if self._is_byte_level:
             return byte_level_bytes(piece)
-        # Tokens of ASCII bytes are left to the library, because it may strip a leading space.
+        # For tokens of ASCII bytes, the result is None: the tokenizers library must convert them,
+        # because it may strip a leading space.
         if self._has_byte_tokens and re.fullmatch("<0x[89A-Fa-f][0-9A-Fa-f]>", piece):
             return bytes.fromhex(piece[3:5])
         return None
@@ -110,9 +112,10 @@ class Detokenizer:
     def anchor(self) -> list[int]:
         """At most one id, which is decoded before other ids so that their leading space is kept.
 
-        The library strips a leading space at the beginning of a text. An id with a non-empty text
-        before the space prevents this. The list is empty if the library has no such id. It is also
-        empty for byte-level tokenizers, whose ids are converted without the library.
+        The tokenizers library strips a leading space at the beginning of a text. An id with a
+        non-empty text before the space prevents this. The list is empty if the library converts no
+        id to a non-empty text. It is also empty for byte-level tokenizers, whose ids are converted
+        without the library.
         """
         if self._is_byte_level:
             return []
@@ -142,10 +145,10 @@ class IncrementalDecoder:
     def push(self, ids: Iterable[int]) -> str:
         """Append ids and return the text that became complete, possibly empty.
 
-        TokenizerError is raised if an id is out of range or the tokenizer library fails.
+        TokenizerError is raised if an id is out of range or the tokenizers library fails.
         """
         pieces = []
-        run: list[int] = []  # consecutive ids that the library converts
+        run: list[int] = []  # consecutive ids that the tokenizers library converts
         for token in ids:
             data = self._detokenizer.token_bytes(token)
             if data == b"" or token in self._hidden:

@@ -516,7 +516,8 @@ class LLGuidanceMatcher final : public NativeMatcher {
     return Outcome::kYes;
   }
 
-  // Removes the undone tokens from the path, because a different token follows the accepted tokens.
+  // Removes from `path_` the tokens that rollback() has undone. Called before a token that differs
+  // from the first undone one is accepted.
   void leave_path() noexcept {
     if (size_ == path_.size()) return;
     path_.resize(size_);

@@ -31,11 +31,11 @@ class EagerRecord final : public HostRecord {
   std::uint64_t stream_ = 0;
 };
 
-// Removes the oldest failure on this stream that was not reported yet and copies it to `out`.
-// Returns false if there is none. The caller owns the exception and must hold the GIL.
+// Removes the oldest recorded failure of eager work on this stream and stores it in `out`. Returns
+// false if there is none. The caller must hold the GIL and owns the reference `out->exception`.
 bool take_eager_failure(std::uint64_t stream, Failure* out);
 
-// Removes and returns all failures of all streams that were not reported yet.
+// Removes and returns all recorded failures of eager work, of all streams.
 std::vector<Failure> take_eager_failures();
 
 // Abandons all pending eager records. Called after a context fault, because the driver then calls
@@ -63,9 +63,10 @@ std::shared_ptr<GraphState> capture_state(const CaptureInfo& capture);
 Attached launch_captured(std::uint64_t stream, const CaptureInfo& capture, HostRecord* record,
                          bool spin);
 
-// Removes the oldest failure of a captured graph that was not reported yet and copies it to `out`.
-// The host steps of that graph, which were skipped since the failure, run again afterwards. Returns
-// false if there is none. The caller owns the exception and must hold the GIL.
+// Removes the oldest recorded failure of a captured graph and stores it in `out`. Returns false if
+// there is none. Since the failure, the host steps of that graph were skipped; after this call,
+// later replays run them again. The caller must hold the GIL and owns the reference
+// `out->exception`.
 bool take_captured_failure(Failure* out);
 
 }  // namespace graft::hostwork

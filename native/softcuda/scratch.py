@@ -40,7 +40,10 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
 
 @functools.cache
 def _delete_unused(prefix: str) -> None:
-    """Delete the folders with a prefix that belong to this user and that no process has locked."""
+    """Delete unused folders of this user in the folder for temporary files.
+
+    These are the folders whose name begins with `prefix` and that no process has locked.
+    """
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             state = folder.lstat()

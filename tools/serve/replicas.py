@@ -50,9 +50,10 @@ class Actor(Protocol):
     """Handle of a `graft.tools.serve.actors.ReplicaActor` in another process."""
 
     def call(self, method: str, *arguments: Any) -> Awaitable[Any]:
-        """Call a method of the actor and return its result.
+        """Call a method of the actor and return an awaitable for its result.
 
-        If the method raises an error, or the actor's process has died, this call raises an error.
+        If the method raises an error, or the actor's process has died, the ``await`` raises an
+        error.
         """
 
     def kill(self) -> None:
@@ -66,7 +67,7 @@ class _RoutedRequest:
     Attributes
     ----------
     request
-        The request, which has a seed.
+        The request. It has a seed, so that a second replica generates the same tokens.
     sink
         Queue that receives the events of the request.
     keys
@@ -80,7 +81,9 @@ class _RoutedRequest:
     characters
         Number of characters that were delivered to the client.
     received
-        Number of tokens, and number of characters, that the current replica has generated so far.
+        Number of tokens, and number of characters, that the current replica has sent so far. After
+        the death of a replica, another one generates the output from its beginning, so the client
+        may already have some of them.
     """
 
     request: Request

@@ -64,10 +64,10 @@ MASKED_LOGIT = -1e4
 ROWS_PER_FILE = 32
 FOLDER = Path(__file__).parent
 HIDDEN = SIZES.hidden
-#: Families of requests with prompts of similar length: for each name, the kinds of requests (more
-#: frequent kinds several times) and the maximum number of tokens of an answer. The requests are
-#: drawn from templates, except that the target itself generates those of "own"
-#: (`REQUEST_BEGINNINGS`).
+#: Families of requests with prompts of similar length. The values are the kinds of requests, and
+#: the maximum number of tokens of an answer. The kind of a request is drawn uniformly from the
+#: tuple, so a kind that is listed n times is drawn n times as often. The prompts come from
+#: templates. Only in the family "own", the target model itself writes them (`REQUEST_BEGINNINGS`).
 FAMILIES = {
     "free": (("explain", "tips"), 128),
     "own": (("explain", "tips"), 128),

@@ -27,7 +27,8 @@ __all__ = ["Negation"]
 _MAX_DEPTH = 12
 _MAX_ONE_OF = 6  # maximum number of options of a oneOf whose complement is written as a union
 _MAX_ITEMS = 4  # maximum length of arrays for which "some item is invalid" is written as a union
-# Maximum number of properties for which "the object has another property" is written as a union.
+# Maximum number of names in `properties` for which "the object has a property with another name" is
+# written as a union. The union has one schema for each subset of the names.
 _MAX_LISTED = 5
 _SOME_PROPERTY_DIFFERS = "that some property differs cannot be expressed in JSON schema"
 _SOME_ITEM_DIFFERS = "that some item differs cannot be expressed in JSON schema"

@@ -49,12 +49,17 @@ class AttentionPlan:
     heads
         Number of query heads.
     query_tiles
-        Number of query tiles per tile; 0 if attention runs without tensor cores. The following
-        attributes are then not used.
-    blocks, head_tiles
-        Grid of split attention.
-    tiles, begin
-        Tiles of the rows, and where the work of each block begins (attention_plan.cuh).
+        Number of tensor-core tiles for the queries of one entry of `tiles` and one head tile. If it
+        is 0, attention runs without tensor cores, and the attributes below are not set.
+    blocks
+        Number of blocks that divide the work on one head tile among themselves.
+    head_tiles
+        Number of head tiles, that is, groups of query heads that one block computes together.
+    tiles
+        The rows, divided into ranges of consecutive rows of one slot (``PlanTile`` in
+        attention_plan.cuh).
+    begin
+        Where the work of each block begins (``PlanBegin`` in attention_plan.cuh).
     """
 
     rows: Rows

@@ -13,8 +13,8 @@ from graft.sampling.checks import expect
 class Elementwise:
     """Elementwise kernels.
 
-    A thread computes one element. In the kernel form ``thread`` (`KernelLoader`), it computes
-    several.
+    With kernels of the form ``warp`` (`KernelLoader`), each thread computes one element; with those
+    of the form ``thread``, it computes several.
     """
 
     def __init__(self, loader: KernelLoader, norms: Norms) -> None:

@@ -218,9 +218,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   const long long tile = static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x;
   float* const tile_partials = partials + tile * PARTS * ROW_BLOCK * OUTPUTS;
   float sum[COLUMN_TILES][ROW_TILES][4] = {};
-  // Totals over the parts of the inner dimension that are complete so far. Only the block that
-  // computes a tile's first parts uses them, because the other blocks store each part by itself.
-  // With TALL, they are in shared memory instead.
+  // Totals over the parts of the inner dimension that this block has completed. Only the block that
+  // computes a tile's first parts needs them. The other blocks store the partial sum of each part
+  // in `partials`, and the last block of the tile to arrive adds these sums to the total of the
+  // first one. With TALL, the totals are in shared memory (`exchanged`) instead.
   float total[COLUMN_TILES][ROW_TILES][4];
   // row_of returns the row of sum i in row tile n, and column_of the column of sum i in column tile
   // m of this warp.

@@ -37,7 +37,7 @@ class HeadNorms(NamedTuple):
 
 
 class KVWrite(NamedTuple):
-    """Destination of the keys and values of a forward pass, and the RoPE table to rotate them."""
+    """Destination of a layer's keys and values, and the RoPE table for its queries and keys."""
 
     rope_table: DeviceArray  # float32[positions, head_dim] of `Rope.table`
     rows: Rows  # slot and position of each row
@@ -46,7 +46,7 @@ class KVWrite(NamedTuple):
     heads: int  # number of query heads; queries are rotated but not cached
 
     def kernel_args(self, qkv: DeviceArray) -> tuple[object, ...]:
-        """Check `qkv` and return the arguments of a kernel that rotates it and writes the cache."""
+        """Check `qkv` and return arguments of a kernel that applies RoPE and writes the cache."""
         kv = self.kv
         rows = self.rows
         dim = kv.head_dim

@@ -82,8 +82,8 @@ def mma_shape(
         KB of shared memory per block.
     """
     if rows <= _FEW_ROWS:
-        # More than eight rows get twice as many columns per block, so that a block loads each row
-        # of the input for twice as many outputs.
+        # A block computes `tiles` tiles of rows and `tiles` tiles of columns. With more than eight
+        # rows, it thus uses each input row that it loads for twice as many output columns.
         tiles = ceil_div(rows, 8)
         across = ceil_div(columns, tiles * COLUMN_MULTIPLE)
         return MmaShape("linear_few", {"TILES": tiles}, (across, 1, 1))

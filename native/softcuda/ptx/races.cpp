@@ -65,8 +65,9 @@ namespace {
 
 void report(Warp& w, const Instr* in, unsigned lane, uint32_t address, const char* here,
             unsigned other_warp, const Instr* other, const char* there) {
-  // If blocks have published more clocks in global memory than can be kept, these clocks were
-  // dropped. They may have ordered the two accesses, so no race is reported.
+  // If the launch has published more clocks in global memory than GlobalRaces can keep, GlobalRaces
+  // has dropped all of them. The dropped clocks may have ordered the two accesses, so no race is
+  // reported.
   if (w.block->launch->races->overflowed()) return;
   w.block->fail(CUDA_ERROR_LAUNCH_FAILED, &w, static_cast<int>(lane), in,
                 std::string("race in shared memory at ") + hex(address) + ": this " + here +

@@ -80,8 +80,8 @@ class GlobalRaces {
   // there are none.
   BlockClocks published(const char* storage);
   void publish(const char* storage, const BlockClocks& clocks);
-  // Whether more clocks were published than can be kept. All of them are then dropped, and no
-  // further access to global memory is checked.
+  // Whether the strong writes of the launch have published more clocks than this object can keep.
+  // It has then dropped all of them, and checks no further access to global memory.
   bool overflowed() const { return overflowed_.load(std::memory_order_relaxed); }
 
  private:

@@ -145,7 +145,8 @@ void publish(Warp& w, uint32_t scope) {
   if ((scope & kSystemScope) != 0) flush_device();
 }
 
-// Whether a buffer that the warp uses contains stores to host memory.
+// Returns whether the store buffer of the warp, of its block or of the device contains stores to
+// host memory, which the host does not see yet.
 bool host_words_wait(Warp& w) {
   const BlockStores& stores = *w.block->stores;
   return stores.warps[w.index].has_host_memory() || stores.block.has_host_memory() ||

@@ -288,8 +288,8 @@ void finish(Op* op, std::vector<Op*>* ready) {
     op = launch;
     if (op->work.kind == WorkKind::conditional && begin_body(op, ready, false)) return;
   }
-  // Release the operands before `done` is set. A thread that synchronizes with the operation and
-  // then reads the resource counters sees their final values (INVARIANTS.md S5).
+  // Release the operands before `done` is set, so that a thread that synchronizes with the
+  // operation and then reads the resource counters sees their final values (INVARIANTS.md S5).
   op->work = Work();
   std::vector<Op*> successors;
   {

@@ -139,12 +139,14 @@ struct Op {
   Work work;
   std::atomic<int> pending{1};  // incomplete dependencies; the operation is ready at 0
   std::atomic<int> refs{1};
-  // Used by operations of streams and events only, and guarded by the scheduler's mutex.
+  // The members up to `finished_ns` are guarded by the scheduler's mutex. They are used by stream
+  // operations, and by the operations that event record nodes complete (LaunchEvents), but not by
+  // the nodes of a Program.
   uint64_t number = 0;  // ascends in the order of the calls of enqueue()
   std::vector<Op*> successors;
   bool done = false;
   uint64_t finished_ns = 0;
-  // Used by the nodes of a Program only.
+  // The members up to `event_slot` are used by the nodes of a Program only.
   Program* program = nullptr;
   std::vector<unsigned> next;  // indices of dependent nodes
   int indegree = 0;            // number of nodes on which this node depends
@@ -277,9 +279,10 @@ void detach(Stream& stream);
 bool is_done(const OpRef& op);
 // Completion time in nanoseconds of CLOCK_MONOTONIC; 0 for an empty reference.
 uint64_t finished_ns(const OpRef& op);
-// Resolves the event nodes of a launch (INVARIANTS.md V1). First binds each wait node to the
-// operation that its event recorded before the launch. Then sets the event of each record node to
-// the operation of this launch's record node. Returns null if the program has no event nodes.
+// Returns the operations to which the event nodes of a new launch refer; null if the program has no
+// event nodes (INVARIANTS.md V1). A wait node refers to the `Event::op` that its event has before
+// the launch. For each record node, the function creates an operation, which completes when the
+// node runs, and then stores it in the `Event::op` of the node's event.
 std::shared_ptr<const LaunchEvents> launch_events(const Program& program);
 // wait_op() blocks until the operation is complete; wait_idle() blocks until all queued work is
 // complete. Both functions return the sticky error. `description` names the awaited work in the
