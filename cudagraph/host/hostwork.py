@@ -230,7 +230,7 @@ def keep_captured(handle: int, owners: tuple[object, ...]) -> bool:
 
 
 def check_captured() -> None:
-    """Raise the oldest failure of host work in a captured graph that was not raised yet.
+    """Raise the oldest recorded failure of host work in a captured graph, if there is one.
 
     Since the failure, the host steps of the graph were skipped. After this call, later replays run
     them again.
@@ -278,7 +278,7 @@ def resolve_spin(spin: Spin) -> bool:
 
 
 def raise_eager_failure(handle: int) -> None:
-    """Raise the oldest failure of host work on a stream that was not raised yet."""
+    """Raise the oldest recorded failure of host work on a stream, if there is one."""
     failure = _native.take_eager_failure(handle)
     if failure is not None:
         raise_failure(failure, "of the stream")

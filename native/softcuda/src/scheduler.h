@@ -152,7 +152,7 @@ struct Op {
   int indegree = 0;            // number of nodes on which this node depends
   // For an event node: the index of its operation in LaunchEvents.
   unsigned event_slot = 0;
-  // Used by kernel launches only (INVARIANTS.md S8).
+  // `next_block` and `users` are used by kernel launches only (INVARIANTS.md S8).
   std::atomic<uint64_t> next_block{0};  // index of the next block to run
   std::atomic<int> users{0};            // number of workers that run blocks of the kernel
   // Kernels loaded from PTX only: the state of the running launch, which its workers share.
@@ -160,10 +160,10 @@ struct Op {
   // Kernel nodes from which programmatic edges lead to this one (INVARIANTS.md G9).
   std::vector<const Op*> primaries;
   bool precedes_programmatically = false;  // a programmatic edge leads from this node
-  // Used by stream operations only, for the checks of programmatic edges. `log` contains the
-  // accesses of this kernel. If this operation waits for the programmatic event of another kernel,
-  // `event_log` contains the accesses of that kernel. `unordered` has one log for each kernel that
-  // may still run until this kernel executes griddepcontrol.wait.
+  // The access logs are used by stream operations only, for the checks of programmatic edges. `log`
+  // contains the accesses of this kernel. If this operation waits for the programmatic event of
+  // another kernel, `event_log` contains the accesses of that kernel. `unordered` has one log for
+  // each kernel that may still run until this kernel executes griddepcontrol.wait.
   std::shared_ptr<ptx::AccessLog> log, event_log;
   std::vector<std::shared_ptr<const ptx::AccessLog>> unordered;
 };
