@@ -78,7 +78,7 @@ Port::~Port() { retire(record_); }
 
 std::uint32_t Port::last_closed() const {
   const std::uint64_t claim = claim_.load(std::memory_order_acquire);
-  return (claim & 3) == kOpen ? seq_of(claim) - 1 : seq_of(claim);
+  return claimant_of(claim) == kOpen ? seq_of(claim) - 1 : seq_of(claim);
 }
 
 bool Port::expecting(std::uint32_t last) const {
@@ -103,15 +103,16 @@ double Port::shortest_limit_s() const {
 void Port::open_request(std::uint32_t seq) noexcept {
   std::uint64_t claim = claim_.load(std::memory_order_acquire);
   while (newer(seq, seq_of(claim))) {
-    if (!claim_.compare_exchange_weak(claim, pack(seq, kOpen))) continue;
-    if ((claim & 3) == kOpen) fail(seq_of(claim), "the device continued without an answer");
+    if (!claim_.compare_exchange_weak(claim, pack(seq, launch_of(seq), kOpen))) continue;
+    if (claimant_of(claim) == kOpen)
+      fail(launch_of_claim(claim), "the device continued without an answer");
     return;
   }
 }
 
 bool Port::try_claim(std::uint32_t seq, Claimant claimant) noexcept {
-  std::uint64_t expected = pack(seq, kOpen);
-  return claim_.compare_exchange_strong(expected, pack(seq, claimant));
+  std::uint64_t claim = claim_.load(std::memory_order_acquire);
+  return is_open(claim, seq) && claim_.compare_exchange_strong(claim, claim | claimant);
 }
 
 // Stores the answer to request `seq`. Called once, by the thread that has claimed the request. The
@@ -142,16 +143,18 @@ void Port::serve(std::uint32_t seq) noexcept {
   // thread may be running the work (INVARIANTS.md M8).
   serving_.store(true);
   open_request(seq);
-  if (claim_.load() == pack(seq, kOpen)) {
+  const std::uint64_t claim = claim_.load();
+  if (is_open(claim, seq)) {
+    const std::int64_t launch = launch_of_claim(claim);
     thread_output = output_.scratch;
     {
       const AnswerScope owes;
-      record_->run_as(replay_of(seq));
+      record_->run_as(state_->base() + launch);
     }
     thread_output = nullptr;
     if (words_.timed_out != nullptr && __atomic_load_n(words_.timed_out, __ATOMIC_ACQUIRE) == seq) {
       if (try_claim(seq, kWatchdog)) {
-        fail(seq, "the waiting kernel reached its deadline before the answer");
+        fail(launch, "the waiting kernel reached its deadline before the answer");
         acknowledge(seq);
       }
     } else if (try_claim(seq, kWorker)) {
@@ -174,21 +177,22 @@ void Port::launching() noexcept {
 }
 
 bool Port::overrun() const {
-  const bool released = (claim_.load() & 3) == kWatchdog;
+  const bool released = claimant_of(claim_.load()) == kWatchdog;
   return released && serving_.load();
 }
 
-void Port::fail(std::uint32_t seq, std::string reason) noexcept {
+void Port::fail(std::int64_t launch, std::string reason) noexcept {
   state_->fail(kStatusDeadline,
-               Failure{record_->name(), replay_of(seq), nullptr, std::move(reason)});
+               Failure{record_->name(), state_->base() + launch, nullptr, std::move(reason)});
 }
 
 // Claims request `seq` for the watchdog and fails its replay with the message `reason`: stores the
 // graph's status first and then the answer, which ends the device's wait (INVARIANTS.md M5). Does
 // nothing if the worker has claimed the request.
 void Port::release(std::uint32_t seq, const std::string& reason) {
+  const std::int64_t launch = launch_of_claim(claim_.load());
   if (!try_claim(seq, kWatchdog)) return;
-  fail(seq, reason);
+  fail(launch, reason);
   acknowledge(seq);
 }
 
@@ -197,7 +201,7 @@ void Port::check_device_timeout() {
   const std::uint32_t seq = __atomic_load_n(words_.timed_out, __ATOMIC_ACQUIRE);
   if (seq == 0 || newer(last_closed(), seq)) return;
   open_request(seq);  // this thread may be the first one that sees the request
-  if (claim_.load() != pack(seq, kOpen)) return;
+  if (!is_open(claim_.load(), seq)) return;
   release(seq, "the waiting kernel reached its own deadline" + native_stacks_of(record_));
 }
 
@@ -227,8 +231,8 @@ bool Port::check_deadlines(std::int64_t now_ns) {
   const double due = static_cast<double>(now_ns - due_since_ns_.load()) * 1e-9;
   const bool limited = limits_.replay_s > 0 && words_.completed == nullptr;
   if (limited && due >= limits_.replay_s && !state_->failed()) {
-    fail(done + 1, "the device did not reach this step within " + seconds(limits_.replay_s) +
-                       " of its launch");
+    fail(launch_of(done + 1), "the device did not reach this step within " +
+                                  seconds(limits_.replay_s) + " of its launch");
   }
   return true;
 }

@@ -115,13 +115,19 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
 
  private:
   enum Claimant : std::uint64_t { kOpen = 0, kWorker = 1, kWatchdog = 2 };
-  // A claim consists of the number of a request and of the thread that has claimed the request, or
-  // kOpen if no thread has claimed it yet. The thread that claims a request answers it.
-  static std::uint64_t pack(std::uint32_t seq, Claimant claimant) {
-    return std::uint64_t{seq} << 2 | claimant;
+  // A claim consists of the number of a request (32 bits), the lowest 30 bits of the number of the
+  // launch that posted the request, and the thread that has claimed the request, or kOpen if no
+  // thread has claimed it yet. The thread that claims a request answers it.
+  static std::uint64_t pack(std::uint32_t seq, std::int64_t launch, Claimant claimant) {
+    return std::uint64_t{seq} << 32 | (static_cast<std::uint64_t>(launch) << 2 & 0xfffffffc) |
+           claimant;
   }
   static std::uint32_t seq_of(std::uint64_t claim) {
-    return static_cast<std::uint32_t>(claim >> 2);
+    return static_cast<std::uint32_t>(claim >> 32);
+  }
+  static Claimant claimant_of(std::uint64_t claim) { return static_cast<Claimant>(claim & 3); }
+  static bool is_open(std::uint64_t claim, std::uint32_t seq) {
+    return seq_of(claim) == seq && claimant_of(claim) == kOpen;
   }
 
   void serve(std::uint32_t seq) noexcept;
@@ -129,7 +135,7 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   bool try_claim(std::uint32_t seq, Claimant claimant) noexcept;
   void acknowledge(std::uint32_t seq) noexcept;
   void release(std::uint32_t seq, const std::string& reason);
-  void fail(std::uint32_t seq, std::string reason) noexcept;
+  void fail(std::int64_t launch, std::string reason) noexcept;
   // Returns the number of the last request that was answered.
   std::uint32_t last_closed() const;
   // Returns the number of the posted request; 0: none.
@@ -156,11 +162,23 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
     if (!skips_zero) return difference;
     return difference > 0 ? difference - 1 : difference + 1;
   }
-  // Returns the number of the launch that posted request `seq`.
-  std::int64_t replay_of(std::uint32_t seq) const {
-    const std::int64_t launch = state_->launched();
-    if (words_.completed != nullptr) return state_->base() + launch;
-    return state_->base() + launch - requests_after(seq, launch);
+  // Returns the number of the launch that posts request `seq`. If a launch may post any number of
+  // requests, `seq` must be the newest one, and the device must still wait for the answer: the
+  // launch is then the oldest one in flight, because the launches of a definition run one after
+  // another. After the device has continued, the result may be a later launch.
+  std::int64_t launch_of(std::uint32_t seq) const {
+    const std::int64_t latest = state_->announced();
+    if (words_.completed == nullptr) return latest - requests_after(seq, latest);
+    const auto in_flight = static_cast<std::int32_t>(
+        static_cast<std::uint32_t>(latest - launches_before_) - (completed() - completed_before_));
+    return in_flight > 0 ? latest - in_flight + 1 : latest;
+  }
+  // Returns the number of the launch that posted the request of a claim.
+  std::int64_t launch_of_claim(std::uint64_t claim) const {
+    const std::int64_t latest = state_->announced();
+    // Moves the 30 bits of the launch to the top of a word, so that the difference has a sign.
+    const auto bits = static_cast<std::uint32_t>(claim) & 0xfffffffc;
+    return latest - static_cast<std::int32_t>((static_cast<std::uint32_t>(latest) << 2) - bits) / 4;
   }
 
   HostRecord* const record_;
@@ -174,7 +192,7 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   const std::uint32_t first_;             // number from which the device counts the requests
   // The last opened request and its claimant. Initially, the worker has claimed the number
   // `first_`, which precedes the first request and needs no answer.
-  std::atomic<std::uint64_t> claim_{pack(first_, kWorker)};
+  std::atomic<std::uint64_t> claim_{pack(first_, 0, kWorker)};
   std::atomic<bool> serving_{false};           // whether the worker is in serve()
   std::atomic<std::int64_t> due_since_ns_{0};  // start of the replay deadline of the next request
   std::uint32_t last_seen_;                    // last request that the worker has seen

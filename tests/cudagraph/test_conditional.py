@@ -283,3 +283,63 @@ def test_while_body_fails_replay_if_answer_is_late(device: Device, stream: Strea
     with pytest.raises(HostWorkError, match=r"slow.*no answer within 0\.05 s"):
         executable.synchronize(LIMIT_S)
     assert data.to_host()[0] == 3
+
+
+FAILING_BODY = (
+    f"TEXT = {TEXT!r}"
+    + """
+launches, failing, device_deadline_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+module = load_text(device, TEXT, "body.cu")
+go, calls = threading.Event(), []
+
+def work():
+    calls.append(1)
+    go.wait(60)
+    if len(calls) == failing:
+        raise ValueError("failed")
+
+data = device.zeros((1,), "int32")
+graph = Graph(device, "loop")
+more = condition(graph, 1)
+body = while_(graph.lane("main"), more).lane("inside")
+body.kernel(module["add"], 1, 1, [data, 1])
+limits = {"deadline_s": 60.0, "device_deadline_s": device_deadline_s}
+body.spinkernel(work, **limits)
+body.kernel(module["below"], 1, 1, [more, data, 2])
+run = graph.instantiate()
+blocking = os.environ.get("SOFTCUDA_LAUNCH_BLOCKING") == "1"
+if blocking:
+    go.set()
+try:
+    for _ in range(launches):
+        run.launch(stream)
+    if device_deadline_s < 1:
+        stream.synchronize(60)
+    go.set()
+    run.synchronize(60)
+except HostWorkError as error:
+    print(error.replay, graph.status.array[1], len(calls))
+"""
+)
+
+
+# The first launch runs the body twice, each later launch once.
+@pytest.mark.parametrize(
+    ("launches", "failing", "replay_number"),
+    [(1, 1, 1), (1, 2, 1), (3, 1, 1), (3, 2, 1), (3, 3, 2)],
+)
+@pytest.mark.parametrize("blocking", ["0", "1"])
+def test_failure_in_body_has_number_of_its_replay(
+    launches: int, failing: int, replay_number: int, blocking: str
+) -> None:
+    """A failure names its replay during the launch call and with several launches in flight."""
+    settings = {"GRAFT_DEVICE": "soft", "SOFTCUDA_LAUNCH_BLOCKING": blocking}
+    done = run_program(FAILING_BODY, str(launches), str(failing), "60", **settings)
+    assert done.stdout.split() == [str(replay_number)] * 2 + [str(failing)], done.stderr
+
+
+def test_late_answer_in_body_fails_replay_that_posted_the_request() -> None:
+    """The waiting kernel reaches its deadline, and the next launch begins before the answer."""
+    settings = {"GRAFT_DEVICE": "soft", "SOFTCUDA_LAUNCH_BLOCKING": "0"}
+    done = run_program(FAILING_BODY, "3", "0", "0.1", **settings)
+    assert done.stdout.split() == ["1", "1", "1"], done.stderr
