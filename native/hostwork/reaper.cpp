@@ -81,6 +81,11 @@ class StreamFences {
     }
     return idle;
   }
+  // Returns whether the event of a stream could not be recorded or queried by update().
+  bool has_unknown() const {
+    return std::any_of(streams_.begin(), streams_.end(),
+                       [](const Fence& fence) { return fence.unknown; });
+  }
   // Returns the number of the latest period of which the following is known: all work that was
   // enqueued before this period began has ended, on all streams. If `skip_unknown`, streams whose
   // event cannot be recorded now are left out.
@@ -175,6 +180,9 @@ class Reaper {
   }
 
   std::int64_t pending() const { return pending_.load(); }
+  // Returns how often the reaper has found that items wait for a stream whose event cannot be
+  // recorded.
+  std::uint64_t blocked_checks() const { return blocked_checks_.load(); }
   StreamFences& streams() { return streams_; }
 
  private:
@@ -213,11 +221,12 @@ class Reaper {
       const Deferred& first = deferred_.front();
       const auto age = Clock::now() - first.since;
       const bool ended = !gate_open() || streams_.ended(age >= kMaxCaptureDeferral) >= first.period;
-      if (!ended || !(idle || age >= kMaxDeferral)) return;
+      if (!ended || !(idle || age >= kMaxDeferral)) break;
       Reapable* const items = first.items;
       deferred_.pop_front();
       finish(items);
     }
+    if (!deferred_.empty() && streams_.has_unknown()) ++blocked_checks_;
   }
 
   void finish(Reapable* items) {
@@ -278,6 +287,7 @@ class Reaper {
   sem_t wake_;
   StreamFences streams_;
   std::deque<Deferred> deferred_;  // oldest first
+  std::atomic<std::uint64_t> blocked_checks_{0};
 };
 
 namespace {
@@ -294,8 +304,12 @@ void retire(Reapable* item) noexcept { reaper.push(item); }
 bool flush(double timeout_s) {
   if (in_host_work()) return false;
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
+  const std::uint64_t first_check = reaper.blocked_checks();
   while (reaper.pending() != 0) {
     if (!gate_open() || std::chrono::steady_clock::now() >= end) return false;
+    // The caller may be the thread that has to end the capture. The second check began after this
+    // function.
+    if (reaper.blocked_checks() >= first_check + 2) return false;
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
   return true;

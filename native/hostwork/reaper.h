@@ -83,7 +83,8 @@ std::int64_t failed_frees();
 
 // Waits until the reaper has processed all retired objects, including those that are retired while
 // it processes others. The caller must not hold the GIL. Returns false on timeout, inside host
-// work, and after Python has begun to exit (gate.h).
+// work, while objects wait for the end of a stream capture (INVARIANTS.md L8), and after Python has
+// begun to exit (gate.h).
 bool flush(double timeout_s);
 
 // Starts the reaper thread. Called once, after bind_driver().

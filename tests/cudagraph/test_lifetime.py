@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -25,6 +26,7 @@ from graft.cudagraph import Device, DeviceError, Graph, GraphLane, Stream, condi
 from graft.cudagraph.graph import nodes
 from graft.cudagraph.host.hostwork import PythonWork, hostfunc
 from graft.cudagraph.lanes import StreamLane
+from graft.native import _native
 
 all_kinds = pytest.mark.parametrize("all_kinds", [False, True])
 
@@ -637,3 +639,19 @@ def test_garbage_collection_in_host_work_makes_no_driver_call(
     assert collected and collected[0] > 0
     wait_until(lambda: native.live_resources() <= resources)
     assert native.failed_frees() == failed
+
+
+def test_flush_does_not_wait_for_capture(device: Device, stream: Stream) -> None:
+    """The calling thread may be the one that has to end the capture (INVARIANTS.md L3)."""
+    array = device.zeros((4,), "float32")
+    capture = ForeignCapture(stream)
+    capture.begin()
+    live = native.live_resources()
+    del array
+    begin_s = time.monotonic()
+    freed = _native.flush(60)
+    waited_s = time.monotonic() - begin_s
+    capture.end(runs=False)
+    capture.drop()
+    assert not freed and waited_s < 30
+    wait_until(lambda: native.live_resources() < live)
