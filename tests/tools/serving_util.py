@@ -8,6 +8,7 @@ import time
 
 import openai
 
+from graft.models import EngineUseError
 from graft.tools.demo.prompts import demo_prompts
 from graft.tools.output_check import is_valid
 from graft.tools.serve.app import Service, Settings
@@ -69,6 +70,18 @@ def wait_for(condition, seconds=20.0):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def generate(engine, requests):
+    """Generate with an engine that a server also uses.
+
+    The server's thread may still be in a step after its client has received the last event.
+    """
+    while True:
+        try:
+            return engine.generate(requests)
+        except EngineUseError:
+            time.sleep(0.001)
 
 
 def response_format(schema):

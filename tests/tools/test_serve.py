@@ -29,7 +29,7 @@ openai = pytest.importorskip("openai", reason="the package openai is not install
 pytest.importorskip("httpx", reason="the package httpx is not installed")
 
 from request_util import TOWN, api_request, feed_calls  # noqa: E402
-from serving_util import PERSON, PROMPT, chat, response_format, wait_for  # noqa: E402
+from serving_util import PERSON, PROMPT, chat, generate, response_format, wait_for  # noqa: E402
 
 from graft.tools.serve.requests import CompletionRequest  # noqa: E402
 
@@ -76,8 +76,8 @@ def test_server_responses_equal_engine_outputs(engine, client, fields, options):
     """
     if "grammar" in options:
         options = {"grammar": GrammarSpec.json_schema(options["grammar"])}
-    outputs = engine.generate(
-        [Request(**{"prompt": PROMPT, "max_tokens": 80, "logprobs": 2} | options)]
+    outputs = generate(
+        engine, [Request(**{"prompt": PROMPT, "max_tokens": 80, "logprobs": 2} | options)]
     )
     finish_reasons = [{"stop_string": "stop"}.get(o.reason, o.reason) for o in outputs]
     fields = fields | {"logprobs": True, "top_logprobs": 2}
@@ -113,7 +113,7 @@ def test_completions_accept_prompts_as_text_or_token_ids(engine, client):
     Log probabilities have the format of the completions API.
     """
     ids = engine.tokenizer.encode("name: Olga")
-    outputs = engine.generate([Request(tokens=ids, max_tokens=5)] * 2)
+    outputs = generate(engine, [Request(tokens=ids, max_tokens=5)] * 2)
     for prompt in (["name: Olga"] * 2, [ids, ids]):
         response = client.completions.create(
             model="demo", prompt=prompt, max_tokens=5, temperature=0, logprobs=1

@@ -24,7 +24,7 @@ for package in ("starlette", "uvicorn", "prometheus_client"):
 pytest.importorskip("openai", reason="the package openai is not installed")
 pytest.importorskip("httpx", reason="the package httpx is not installed")
 
-from serving_util import PERSON, PROMPT, response_format, run_server  # noqa: E402
+from serving_util import PERSON, PROMPT, generate, response_format, run_server  # noqa: E402
 
 KEY = {"authorization": "Bearer key"}
 TEXT = "name: Olga"
@@ -274,7 +274,7 @@ def test_bad_words_are_never_generated(engine, send, complete):
     assert "Olga" in text_of(complete())
     assert "Olga" not in text_of(complete(bad_words=["Olga"]))
     [token] = engine.tokenizer.encode("Olga", special=False)
-    [output] = engine.generate([Request(tokens=engine.tokenizer.encode(TEXT), max_tokens=6)])
+    [output] = generate(engine, [Request(tokens=engine.tokenizer.encode(TEXT), max_tokens=6)])
     assert token in output.tokens
 
 

@@ -17,7 +17,7 @@ for package in ("starlette", "uvicorn", "prometheus_client"):
 openai = pytest.importorskip("openai", reason="the package openai is not installed")
 pytest.importorskip("httpx", reason="the package httpx is not installed")
 
-from serving_util import PERSON, PROMPT, chat, response_format, run_server  # noqa: E402
+from serving_util import PERSON, PROMPT, chat, generate, response_format, run_server  # noqa: E402
 
 KEY = {"authorization": "Bearer key"}
 
@@ -151,7 +151,7 @@ def test_stop_string_ends_output_with_grammar(client, stream):
 def test_echo_returns_prompt_text_and_its_log_probabilities(engine, complete):
     """A token of the prompt has the same log probability as if the model had generated it."""
     ids = engine.tokenizer.encode("name: Olga")
-    [output] = engine.generate([Request(tokens=ids, max_tokens=8, logprobs=2)])
+    [output] = generate(engine, [Request(tokens=ids, max_tokens=8, logprobs=2)])
     prompt = ids + output.tokens
     choice = complete(prompt=prompt, echo=True, logprobs=2)
     assert choice["text"].startswith(engine.tokenizer.decode(prompt))
@@ -172,7 +172,7 @@ def test_echo_returns_prompt_text_and_its_log_probabilities(engine, complete):
 def test_prompt_logprobs_have_ranks_among_all_ids(engine, complete):
     """The rank of a token does not depend on the number of ids that are reported."""
     ids = engine.tokenizer.encode("name: Olga")
-    prompt = ids + engine.generate([Request(tokens=ids, max_tokens=8)])[0].tokens
+    prompt = ids + generate(engine, [Request(tokens=ids, max_tokens=8)])[0].tokens
     alone = complete(prompt=prompt, prompt_logprobs=0)["prompt_logprobs"][1:]
     entries = complete(prompt=prompt, prompt_logprobs=20)["prompt_logprobs"][1:]
     found = []
@@ -211,7 +211,7 @@ def test_streamed_echo_equals_response_that_is_not_streamed(client):
 @pytest.mark.parametrize("stream", [False, True])
 def test_token_ids_of_prompt_and_output_are_returned(engine, client, stream):
     prompt = engine.tokenizer.encode("name: Olga")
-    [output] = engine.generate([Request(tokens=prompt, max_tokens=8)])
+    [output] = generate(engine, [Request(tokens=prompt, max_tokens=8)])
     fields = {"model": "demo", "max_tokens": 8, "temperature": 0, "stream": stream}
     extra = {"return_token_ids": True}
     response = client.completions.create(prompt=prompt, **fields, extra_body=extra)
