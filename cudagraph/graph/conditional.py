@@ -17,6 +17,7 @@ from typing import Any
 
 from graft.cudagraph.driver.context import Context
 from graft.cudagraph.driver.driver import call, cu
+from graft.cudagraph.driver.memory import OUT_OF_MEMORY
 from graft.cudagraph.errors import DeviceError, OptionError
 from graft.cudagraph.graph import nodes
 from graft.cudagraph.graph.graph import (
@@ -125,24 +126,31 @@ def _add_conditional(
 def _accepts_programmatic_bodies(context: Context) -> bool:
     """Return whether the driver accepts programmatic edges in the bodies of conditionals.
 
-    CUDA's documentation does not say so. The first call instantiates a graph with such an edge.
+    CUDA's documentation does not say whether it does. The first call therefore instantiates a graph
+    with such an edge.
     """
     global _programmatic_bodies
     if _programmatic_bodies is None:
         kernel = load(context, _WAITING_KERNEL)["wait_only"]
-        _programmatic_bodies = True  # for the body of this graph
         graph = Graph(context, "graph with a programmatic edge in a body", programmatic=True)
+        _programmatic_bodies = True  # for the body of this graph
+        accepted = None
         try:
             lane = if_(graph.lane("main"), condition(graph, 0)).lane("main")
             lane.kernel(kernel, 1, 1, [])
             lane.kernel(kernel, 1, 1, [])
             graph.instantiate().close()
+            accepted = True
         except DeviceError as error:
-            is_fault = _native.is_context_fault(error.code)
-            _programmatic_bodies = None if is_fault else False
-            if is_fault:
+            if _native.is_context_fault(error.code) or error.code == OUT_OF_MEMORY:
                 raise
-            LOG.info("kernels in loops do not overlap, because the driver refuses it: %s", error)
+            accepted = False
+            LOG.warning(
+                "kernels in the bodies of conditionals do not overlap, because the driver refuses "
+                "programmatic edges there: %s",
+                error,
+            )
         finally:
+            _programmatic_bodies = accepted
             graph.close()
     return bool(_programmatic_bodies)

@@ -436,6 +436,27 @@ def test_bodies_have_programmatic_edges_if_driver_accepts_them(failure: str, edg
     assert done.stdout.split() == [str(edges), "2"], done.stderr
 
 
+def test_lack_of_memory_is_not_taken_for_a_refused_body() -> None:
+    """The error is raised, and the next body tries again whether the driver accepts it."""
+    code = TWO_KERNELS_IN_BODY.replace(
+        "graph, data =",
+        """
+graph = Graph(device, "first", programmatic=True)
+try:
+    if_(graph.lane("main"), condition(graph, 1))
+except DeviceError as error:
+    print(error.code_name)
+graph, data =""",
+    )
+    done = run_program(
+        code,
+        str(Path(__file__).parent),
+        GRAFT_DEVICE="soft",
+        SOFTCUDA_FAIL="cuGraphInstantiateWithFlags:1:2",
+    )
+    assert done.stdout.split() == ["CUDA_ERROR_OUT_OF_MEMORY", "1", "2"], done.stderr
+
+
 def test_invalid_node_and_payload_changes_raise(device: Device, stream: Stream, module) -> None:
     data = device.zeros((1,), "int32")
     graph = Graph(device, "mine")
