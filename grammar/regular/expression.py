@@ -1,8 +1,12 @@
-"""Regular expressions as lists of integers, which native code compiles to a finite automaton.
+"""Expressions of grammar rules as lists of integers, which native code compiles to automata.
 
 An expression matches a set of texts. It is written in postfix notation;
-``native/guide/automaton.cpp`` defines the operations. The functions of this module build
+``native/guide/expression.h`` defines the operations. The functions of this module build
 expressions from smaller ones.
+
+A grammar is a list of rules. The root is rule 0. Every other rule has an opening byte, a closing
+byte and the expression of the texts between these two bytes. The function `call` builds the
+expression that matches the texts of a rule with their two bytes, so rules may be recursive.
 """
 
 from __future__ import annotations
@@ -17,10 +21,14 @@ __all__ = [
     "MAX_EXPRESSION",
     "Expression",
     "Ranges",
+    "both",
+    "call",
     "characters",
     "complement",
     "concat",
     "intersection",
+    "members",
+    "minus",
     "optional",
     "repeat",
     "text",
@@ -37,6 +45,7 @@ MAX_CHARACTER = 0x10FFFF
 #: a grammar takes.
 MAX_EXPRESSION = 1 << 17
 _SET, _CONCAT, _UNION, _REPEAT = 1, 2, 3, 4
+_CALL, _MEMBERS, _BOTH, _MINUS = 5, 6, 7, 8
 
 #: Expression that matches only the empty text.
 EMPTY: Expression = [0]
@@ -99,8 +108,59 @@ def optional(part: Expression) -> Expression:
     return repeat(part, 0, 1)
 
 
+def call(rule: int) -> Expression:
+    """Return the expression of a rule's opening byte, a text of the rule, and its closing byte.
+
+    `rule` is the rule's index in the list of rules, at least 1.
+    """
+    return [_CALL, rule]
+
+
+def members(
+    separator: Expression, items: Iterable[tuple[Expression, int, int | None]]
+) -> Expression:
+    """Return the expression of items in order, with a separator between every two neighbours.
+
+    Parameters
+    ----------
+    separator
+        Expression between an item and the next one.
+    items
+        Expression of each item, and how often the item occurs: the minimum and the maximum, which
+        is None if there is no maximum.
+
+    Notes
+    -----
+    An item with a minimum of 0 may be absent, and then has no separator. The automaton contains
+    each item only a few times, so an object with n optional properties has O(n) states.
+    """
+    out: Expression = [*separator]
+    counts = []
+    for item, low, high in items:
+        out += item
+        counts += [low, -1 if high is None else high]
+    return [*out, _MEMBERS, len(counts) // 2, *counts]
+
+
+def both(first: Expression, second: Expression) -> Expression:
+    """Return the expression of the texts that both expressions match; neither may contain calls."""
+    return [*first, *second, _BOTH]
+
+
+def minus(first: Expression, second: Expression) -> Expression:
+    """Return the expression of the texts that `first` matches and `second` does not.
+
+    Neither expression may contain calls.
+    """
+    return [*first, *second, _MINUS]
+
+
 def words(expression: Expression, max_words: int) -> list[str] | None:
-    """Return all texts that an expression matches; None if there are more than `max_words`."""
+    """Return all texts that an expression matches; None if there are more than `max_words`.
+
+    The result is also None if the expression contains operations of `call`, `members`, `both` or
+    `minus`.
+    """
     stack: list[list[str]] = []
     at = 0
     while at < len(expression):
@@ -128,6 +188,8 @@ def words(expression: Expression, max_words: int) -> list[str] | None:
                     return None
                 found += power
             stack.append(found)
+        elif operation not in (_CONCAT, _UNION):
+            return None
         else:
             parts = stack[len(stack) - rest[0] :]
             del stack[len(stack) - rest[0] :]
