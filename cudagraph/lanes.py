@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from graft.cudagraph.driver.driver import call, cu
+from graft.cudagraph.driver.handles import StreamLike, stream_handle
 from graft.cudagraph.driver.memory import DeviceArray, PinnedArray, Span, check_byte
 from graft.cudagraph.errors import KernelError, OptionError, ShapeError
 from graft.cudagraph.host.hostwork import (
@@ -24,7 +25,7 @@ from graft.cudagraph.host.hostwork import (
     resolve_spin,
 )
 from graft.cudagraph.kernels.kernels import Kernel
-from graft.cudagraph.streams import Event, Stream
+from graft.cudagraph.streams import Event
 
 Dims = int | tuple[int, int, int]
 Triple = tuple[int, int, int]
@@ -78,13 +79,22 @@ class Lane(Protocol):
 class StreamLane:
     """A lane that enqueues its work on a stream at once.
 
+    `stream` is a stream of graft or of another library, see
+    :func:`~graft.cudagraph.driver.handles.stream_handle`; the lane keeps it alive.
+
     Arrays may be dropped as soon as the work is enqueued. Their memory is freed only after the
     enqueued work has finished. If the stream is capturing a graph, the graph keeps the arrays
     alive.
     """
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: StreamLike) -> None:
         self.stream = stream
+        _ = self.handle  # raises OptionError if `stream` is not a stream
+
+    @property
+    def handle(self) -> int:
+        """The CUstream as an integer."""
+        return stream_handle(self.stream, "StreamLane()")
 
     def kernel(
         self,
@@ -100,7 +110,7 @@ class StreamLane:
         grid, block = check_launch(kernel, grid, block, shared)
         packed = kernel.pack(args)
         kernel.allow_shared(shared)
-        keep_captured(self.stream.handle, packed.owners)
+        keep_captured(self.handle, packed.owners)
         # `packed` must live until the driver has copied the values.
         call(
             cu.cuLaunchKernel,
@@ -108,7 +118,7 @@ class StreamLane:
             *grid,
             *block,
             shared,
-            self.stream.handle,
+            self.handle,
             packed.address,
             0,
         )
@@ -116,7 +126,7 @@ class StreamLane:
     def copy(self, dst: Array, src: Array, *, name: str | None = None) -> None:
         """Copy between device and pinned arrays."""
         to, source = check_copy(dst, src)
-        stream = self.stream.handle
+        stream = self.handle
         keep_captured(stream, (to.owner, source.owner))
         if to.pinned:
             call(cu.cuMemcpyDtoHAsync, to.address, source.address, to.nbytes, stream)
@@ -129,12 +139,12 @@ class StreamLane:
         """Set every byte of an array to `byte`."""
         address = dst.ptr
         nbytes = dst.nbytes
-        keep_captured(self.stream.handle, (dst.owner,))
-        call(cu.cuMemsetD8Async, address, check_byte(byte), nbytes, self.stream.handle)
+        keep_captured(self.handle, (dst.owner,))
+        call(cu.cuMemsetD8Async, address, check_byte(byte), nbytes, self.handle)
 
     def host(self, work: HostWork, *, name: str | None = None, spin: Spin = False) -> None:
         """Enqueue host work. If it fails, the stream's ``synchronize()`` raises HostWorkError."""
-        enqueue(self.stream.handle, as_work(work), name, resolve_spin(spin))
+        enqueue(self.handle, as_work(work), name, resolve_spin(spin))
 
     def record_event(self, event: Event) -> None:
         """Record an event. In a capture, add a node that records the event in every replay."""
@@ -149,15 +159,15 @@ class StreamLane:
 
         In a capture, another stream that waits for the mark joins the capture.
         """
-        event = Event(name or f"mark on {self.stream.name}")
-        call(cu.cuEventRecord, event.handle, self.stream.handle)
+        event = Event(name or f"mark on {getattr(self.stream, 'name', self.stream)}")
+        call(cu.cuEventRecord, event.handle, self.handle)
         return event
 
     def wait(self, mark: Any) -> None:
         """Make later work on the stream wait for a mark of another stream lane."""
         if not isinstance(mark, Event):
             raise OptionError(f"a stream lane can only wait for an Event, not {mark!r}")
-        call(cu.cuStreamWaitEvent, self.stream.handle, mark.handle, 0)
+        call(cu.cuStreamWaitEvent, self.handle, mark.handle, 0)
 
 
 def check_launch(kernel: Kernel, grid: Dims, block: Dims, shared: int) -> tuple[Triple, Triple]:

@@ -11,6 +11,7 @@ import warnings
 
 from graft.cudagraph.driver.context import Context, wait_streams
 from graft.cudagraph.driver.driver import call, check_code, cu, is_ready, prepare_driver_call
+from graft.cudagraph.driver.handles import StreamLike, stream_handle
 from graft.cudagraph.driver.stacks import describe_running
 from graft.cudagraph.errors import DeadlineError, OptionError
 from graft.cudagraph.host.hostwork import check_captured, keep_captured, raise_eager_failure
@@ -43,6 +44,10 @@ class Stream:
         if self._resource is None:
             raise OptionError(f"{self.name} is closed")
         return self._resource.handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Return (0, handle), through which cuda.core, CuPy and numba-cuda use the stream."""
+        return 0, self.handle
 
     @property
     def closed(self) -> bool:
@@ -124,15 +129,17 @@ class Event:
         """
         return self._resource
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: StreamLike) -> None:
         """Record the event on a stream; in a capture, add a node that records it."""
-        external = keep_captured(stream.handle, (self.owner,))
-        call(cu.cuEventRecordWithFlags, self.handle, stream.handle, int(external))
+        handle = stream_handle(stream, "Event.record()")
+        external = keep_captured(handle, (self.owner,))
+        call(cu.cuEventRecordWithFlags, self.handle, handle, int(external))
 
-    def wait(self, stream: Stream) -> None:
+    def wait(self, stream: StreamLike) -> None:
         """Make a stream wait for the event; in a capture, add a node that waits."""
-        external = keep_captured(stream.handle, (self.owner,))
-        call(cu.cuStreamWaitEvent, stream.handle, self.handle, int(external))
+        handle = stream_handle(stream, "Event.wait()")
+        external = keep_captured(handle, (self.owner,))
+        call(cu.cuStreamWaitEvent, handle, self.handle, int(external))
 
     def query(self) -> bool:
         """Return whether the work before the last record of the event has finished.

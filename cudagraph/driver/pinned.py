@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from graft.cudagraph.driver.context import Context
 from graft.cudagraph.driver.driver import prepare_driver_call
 from graft.cudagraph.driver.dtypes import ctypes_type, itemsize, numpy_dtype
+from graft.cudagraph.driver.handles import StreamLike, stream_handle
 from graft.cudagraph.driver.memory import PinnedArray, check_shape
 from graft.cudagraph.driver.stacks import describe_running
 from graft.cudagraph.errors import DeadlineError, OptionError, ShapeError
@@ -241,17 +242,21 @@ class Ring(PinnedSlots):
                 f"{describe_running()}"
             )
 
-    def wait(self, replay: int, timeout_s: float | None = None, stream: int = 0) -> bool:
+    def wait(
+        self, replay: int, timeout_s: float | None = None, stream: StreamLike | None = None
+    ) -> bool:
         """Wait like :meth:`synchronize`, but return False after ``timeout_s`` seconds.
 
-        If a kernel stores the stamp, pass the CUstream on which the kernel runs as `stream`. The
-        wait then queries it every millisecond, because platforms such as WSL2 may pass the device's
+        If a kernel stores the stamp, pass the stream on which the kernel runs as `stream`. The wait
+        then queries it every millisecond, because platforms such as WSL2 may pass the device's
         stores to host memory on only when the driver is called.
         """
-        if stream:
+        handle = 0
+        if stream is not None:
+            handle = stream_handle(stream, "Ring.wait()")
             prepare_driver_call("cuStreamQuery")
         address = self._stamp_address(self._entry(replay))
-        return bool(_native.poll_i32_eq(address, replay_word(replay), timeout_s, stream))
+        return bool(_native.poll_i32_eq(address, replay_word(replay), timeout_s, handle))
 
     def release(self, replay: int) -> None:
         """Free the entry of a replay, so that a later replay can use the entry."""

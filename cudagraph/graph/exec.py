@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 from graft.cudagraph.driver.driver import NOT_READY, call, check_code, cu, prepare_driver_call
+from graft.cudagraph.driver.handles import StreamLike, stream_handle
 from graft.cudagraph.driver.memory import PinnedArray
 from graft.cudagraph.driver.stacks import describe_running
 from graft.cudagraph.errors import DeadlineError, DeviceError, OptionError
@@ -17,7 +18,6 @@ from graft.cudagraph.host.hostwork import raise_failure
 from graft.cudagraph.host.payload import Payload, native_address
 from graft.cudagraph.kernels.kernels import Kernel
 from graft.cudagraph.lanes import Dims, check_launch
-from graft.cudagraph.streams import Stream
 from graft.native import _native
 
 #: Code that methods of the native executable return after it was closed.
@@ -117,22 +117,24 @@ class GraphExec:
         """Number of launches so far. Replay i is launch i, counted from 1."""
         return self._native.launches
 
-    def upload(self, stream: Stream) -> None:
+    def upload(self, stream: StreamLike) -> None:
         """Enqueue an upload of the graph, so that the first launch is as fast as later ones."""
         self._check_open()
+        handle = stream_handle(stream, "upload()")
         prepare_driver_call("cuGraphUpload")
-        self._check_outcome(self._native.upload(stream.handle))
+        self._check_outcome(self._native.upload(handle))
 
-    def launch(self, stream: Stream) -> None:
-        """Enqueue one replay on a stream.
+    def launch(self, stream: StreamLike) -> None:
+        """Enqueue one replay on a stream of graft or of another library.
 
         If a host step of an earlier replay has failed, nothing is launched and HostWorkError is
         raised.
         """
         self.check()
         self._check_open()
+        handle = stream_handle(stream, "launch()")
         prepare_driver_call("cuGraphLaunch")
-        self._check_outcome(self._native.launch(stream.handle))
+        self._check_outcome(self._native.launch(handle))
 
     def update(self, graph: Definition, timeout_s: float | None = None) -> None:
         """Update this executable to another definition of the same topology.

@@ -15,9 +15,10 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from graft.cudagraph.driver.driver import check_code, cu, prepare_driver_call
+from graft.cudagraph.driver.handles import StreamLike, stream_handle
 from graft.cudagraph.driver.stacks import describe_running
 from graft.cudagraph.errors import HostWorkError, OptionError
 from graft.native import _native
@@ -91,14 +92,6 @@ def _is_coroutine_or_generator(fn: object) -> bool:
     return any(test(candidate) for test in tests for candidate in (fn, call_method))
 
 
-class StreamLike(Protocol):
-    """A stream of graft, or any object with a CUstream as ``handle``."""
-
-    @property
-    def handle(self) -> int:
-        """The CUstream as an integer."""
-
-
 @dataclass(frozen=True)
 class NativeWork:
     """A C function ``void fn(void* data)``. It never acquires the GIL.
@@ -150,7 +143,7 @@ def as_work(work: HostWork, *args: object) -> PythonWork | NativeWork:
     return PythonWork(work, *args)
 
 
-def hostfunc(stream: StreamLike | int, work: HostWork, *args: object, spin: Spin = False) -> None:
+def hostfunc(stream: StreamLike, work: HostWork, *args: object, spin: Spin = False) -> None:
     """Enqueue host work on a stream, to run once after the work enqueued before it.
 
     If the stream is capturing a graph, for example through CuPy or torch, the work becomes a host
@@ -162,7 +155,8 @@ def hostfunc(stream: StreamLike | int, work: HostWork, *args: object, spin: Spin
     Parameters
     ----------
     stream
-        Stream, or a CUstream handle of another library.
+        Stream of graft or of another library, see
+        :func:`~graft.cudagraph.driver.handles.stream_handle`.
     work
         Callable, PythonWork or NativeWork.
     *args
@@ -182,9 +176,7 @@ def hostfunc(stream: StreamLike | int, work: HostWork, *args: object, spin: Spin
     DeviceError
         The driver call failed, or the capture was invalidated. The work will not run.
     """
-    handle = getattr(stream, "handle", stream)
-    if not isinstance(handle, int) or not 0 <= handle < MAX_ADDRESS:
-        raise OptionError(f"hostfunc() needs a Stream or a CUstream handle, not {stream!r}")
+    handle = stream_handle(stream, "hostfunc()")
     enqueue(handle, as_work(work, *args), None, resolve_spin(spin))
 
 

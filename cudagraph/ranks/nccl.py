@@ -97,7 +97,7 @@ class NcclAllGather(AllGather):
     def all_gather(self, lane: Lane, local: DeviceArray) -> DeviceArray:
         gathered = self._gathered_like(local)
         if isinstance(lane, StreamLane):
-            self._communicator.allgather(local, gathered, stream=lane.stream.handle)
+            self._communicator.allgather(local, gathered, stream=lane.handle)
         elif isinstance(lane, GraphLane):
             lane.child(self._capture(local, gathered))
         else:

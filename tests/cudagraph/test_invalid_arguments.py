@@ -269,10 +269,15 @@ CASES: list[Case] = [
         "callable",
         lambda o: hostfunc(o.stream, 7),  # type: ignore[arg-type]
     ),
-    ("hostfunc-stream-negative", OptionError, "handle, not -1", bind(enqueue, -1)),
-    ("hostfunc-stream-large", OptionError, f"handle, not {1 << 64}", bind(enqueue, 1 << 64)),
-    ("hostfunc-stream-text", OptionError, "handle, not 'x'", bind(enqueue, "x")),
-    ("hostfunc-stream-none", OptionError, "handle, not None", bind(enqueue, None)),
+    ("hostfunc-stream-negative", OptionError, "handle as an int, not -1", bind(enqueue, -1)),
+    (
+        "hostfunc-stream-large",
+        OptionError,
+        f"handle as an int, not {1 << 64}",
+        bind(enqueue, 1 << 64),
+    ),
+    ("hostfunc-stream-text", OptionError, "handle as an int, not 'x'", bind(enqueue, "x")),
+    ("hostfunc-stream-none", OptionError, "handle as an int, not None", bind(enqueue, None)),
     ("native-null", OptionError, "NULL", lambda o: NativeWork(0)),
     ("native-data", OptionError, "data", lambda o: NativeWork(1, data="x")),  # type: ignore[arg-type]
     ("coroutine", OptionError, "would never run", bind(python_work, bind(coroutine))),
