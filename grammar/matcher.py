@@ -21,6 +21,9 @@ from graft.native import _native
 
 __all__ = ["CompiledGrammar", "GrammarBackend", "Matcher", "NativeBackedMatcher"]
 
+#: Budget of `Matcher.fill` without a limit.
+NO_BUDGET = 2**31 - 1
+
 
 @runtime_checkable
 class GrammarBackend(Protocol):
@@ -188,13 +191,17 @@ class Matcher(ABC):
         return len(tokens)
 
     @abstractmethod
-    def fill(self, row: np.ndarray) -> bool:
+    def fill(self, row: np.ndarray, budget: int = NO_BUDGET) -> bool:
         """Write the token bitmask of the legal next tokens.
 
         Parameters
         ----------
         row
             Contiguous int32 array ``[words]``. Bit ``i`` of the row is set if token ``i`` is legal.
+        budget
+            Number of tokens that may still be written: the next token, all later ones and the stop
+            id. The row then has only the legal tokens after which `distance` is less than `budget`.
+            Matchers whose `distance` is None ignore the budget, and need not have this parameter.
 
         Returns
         -------
@@ -214,6 +221,16 @@ class Matcher(ABC):
     @abstractmethod
     def is_terminated(self) -> bool:
         """Return whether a stop id was accepted."""
+
+    def distance(self) -> int | None:
+        """Return the number of tokens after which the text can be complete; None if not known.
+
+        The number is an upper bound and counts the stop id. It is 0 after termination and 1 where
+        a stop id is legal. In any other state, a legal token leads to a state with a smaller
+        number. A matcher that returns a number at its start must do so in all later states.
+        Outputs of matchers that return None can be cut off by ``max_tokens``.
+        """
+        return None
 
     def legal(self) -> np.ndarray:
         """Return the legal token ids, ascending, as int64."""
@@ -282,10 +299,15 @@ class NativeBackedMatcher(Matcher):
         return int(self.native.accept_all([int(token) for token in tokens]))
 
     @_raises_grammar_error
-    def fill(self, row: np.ndarray) -> bool:
+    def fill(self, row: np.ndarray, budget: int = NO_BUDGET) -> bool:
         self._require_not_terminated()
         self._require_mask_row(row)
-        return bool(self.native.fill(row))
+        return bool(self.native.fill(row, budget))
+
+    @_raises_grammar_error
+    def distance(self) -> int | None:
+        distance = int(self.native.distance())
+        return None if distance == _native.guide.UNKNOWN_DISTANCE else distance
 
     @_raises_grammar_error
     def rollback(self, tokens: int) -> None:

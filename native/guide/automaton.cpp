@@ -704,7 +704,7 @@ Outcome AutomatonMatcher::accept(int32_t token, ErrorText*) noexcept {
   return Outcome::kYes;
 }
 
-Filled AutomatonMatcher::fill(int32_t* row, int64_t words, ErrorText* error) noexcept {
+Filled AutomatonMatcher::fill(int32_t* row, int64_t words, int32_t, ErrorText* error) noexcept {
   if (words != grammar_->trie().words()) {
     error->keep("the mask row has another width than the vocabulary");
     return Filled::kFailed;

@@ -175,7 +175,7 @@ class AutomatonMatcher final : public NativeMatcher {
   AutomatonMatcher(std::shared_ptr<const AutomatonGrammar> grammar, std::vector<int32_t> stop_ids);
 
   Outcome accept(int32_t token, ErrorText* error) noexcept override;
-  Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept override;
+  Filled fill(int32_t* row, int64_t words, int32_t budget, ErrorText* error) noexcept override;
   Outcome rollback(int32_t tokens, ErrorText* error) noexcept override;
   Outcome is_terminated(ErrorText*) noexcept override {
     return terminated_ ? Outcome::kYes : Outcome::kNo;

@@ -99,14 +99,21 @@ void bind_matchers(nb::module_& guide) {
           nb::arg("tokens"), Release())
       .def(
           "fill",
-          [](NativeMatcher& matcher, const Row& row) {
+          [](NativeMatcher& matcher, const Row& row, int32_t budget) {
             ErrorText error;
             const Filled filled =
-                matcher.fill(row.data(), static_cast<int64_t>(row.shape(0)), &error);
+                matcher.fill(row.data(), static_cast<int64_t>(row.shape(0)), budget, &error);
             if (filled == Filled::kFailed) fail(error);
             return filled == Filled::kMask;
           },
-          nb::arg("row").noconvert())
+          nb::arg("row").noconvert(), nb::arg("budget") = kNoBudget)
+      .def("distance",
+           [](NativeMatcher& matcher) {
+             ErrorText error;
+             const int32_t distance = matcher.distance(&error);
+             if (distance < 0 && error.text[0] != '\0') fail(error);
+             return distance;
+           })
       .def(
           "rollback",
           [](NativeMatcher& matcher, int32_t tokens) {
@@ -150,6 +157,7 @@ void bind_guide(nb::module_& module) {
   using namespace graft::guide;  // NOLINT
   nb::module_ guide = module.def_submodule(
       "guide", "Grammar worker and native interfaces of the grammar backends.");
+  guide.attr("UNKNOWN_DISTANCE") = kUnknownDistance;
   bind_matchers(guide);
   bind_xgrammar(guide);
   bind_llguidance(guide);

@@ -354,7 +354,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
     return accepted;
   }
 
-  Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept override {
+  Filled fill(int32_t* row, int64_t words, int32_t, ErrorText* error) noexcept override {
     if (words != (tokenizer_.vocab_size() + 31) / 32) {
       error->keep("the mask row does not have the size of the matcher's vocabulary");
       return Filled::kFailed;
@@ -608,7 +608,7 @@ void check_behaviour() {
     LLGuidanceMatcher matcher(grammar, stop_ids);
     const auto row = [&] {
       int32_t word = 0;
-      return matcher.fill(&word, 1, &error) == Filled::kMask ? word : -1;
+      return matcher.fill(&word, 1, kNoBudget, &error) == Filled::kMask ? word : -1;
     };
     require(row() == 0b0101, "mask of the start state");
     require(matcher.accept(1, &error) == Outcome::kNo, "an illegal token");

@@ -361,10 +361,10 @@ class MarkedMatcher final : public NativeMatcher {
     return accepted;
   }
 
-  Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept override {
-    if (may_open_) return fill_opening(row, words, error);
+  Filled fill(int32_t* row, int64_t words, int32_t budget, ErrorText* error) noexcept override {
+    if (may_open_) return fill_opening(row, words, budget, error);
     if (started_) {
-      const Filled filled = inner_->fill(row, words, error);
+      const Filled filled = inner_->fill(row, words, budget, error);
       if (filled != Filled::kMask || num_grammar_tokens_ > 0) return filled;
       for (const Marker::Space& space : marker_->spaces()) {
         if (space.size > space_left()) continue;
@@ -473,7 +473,7 @@ class MarkedMatcher final : public NativeMatcher {
     started_ = step.found;
   }
 
-  Filled fill_opening(int32_t* row, int64_t words, ErrorText* error) noexcept {
+  Filled fill_opening(int32_t* row, int64_t words, int32_t budget, ErrorText* error) noexcept {
     if (!has_size(words, error)) return Filled::kFailed;
     const int32_t* opening = marker_->opening_row(state_);
     const std::vector<int32_t>& illegal = marker_->opening_illegal(state_);
@@ -481,7 +481,7 @@ class MarkedMatcher final : public NativeMatcher {
       std::copy(opening, opening + words, row);
       return Filled::kMask;
     }
-    const Filled filled = inner_->fill(row, words, error);
+    const Filled filled = inner_->fill(row, words, budget, error);
     if (filled == Filled::kFailed || (filled == Filled::kFree && illegal.empty())) return filled;
     if (filled == Filled::kFree) {
       std::fill(row, row + words, -1);

@@ -7,9 +7,15 @@
 //    or if the matcher has terminated.
 // 3. fill() is not called after termination. It sets the bits at and beyond the vocabulary size
 //    to 0.
-// 4. rollback() undoes the last `tokens` accepted tokens; a stop token counts as one.
-// 5. accept_all() has the same results as calls of accept() until one does not return kYes.
-// 6. kFailed reports an internal error of the backend. The caller keeps the message and stops using
+// 4. distance() is an upper bound D of the number of tokens, the stop token included, after which
+//    the text can be complete. If D of a state is known, D is known in all later states, and:
+//    D = 0 after termination; D = 1 where a stop token is legal; in any other state some legal
+//    token leads to a state with a smaller D. Calls do not change the matcher.
+// 5. With a budget r, fill() writes the legal tokens that lead to a state with D <= r - 1. This row
+//    is not empty if D <= r. A matcher whose distance is unknown ignores the budget.
+// 6. rollback() undoes the last `tokens` accepted tokens; a stop token counts as one.
+// 7. accept_all() has the same results as calls of accept() until one does not return kYes.
+// 8. kFailed reports an internal error of the backend. The caller keeps the message and stops using
 //    the matcher.
 #pragma once
 
@@ -26,6 +32,11 @@ enum class Outcome { kNo = 0, kYes = 1, kFailed = -1 };
 
 // Result of fill(). kFree: every token is legal, and the row was not written.
 enum class Filled { kMask, kFree, kFailed };
+
+// Budget of fill() without a limit, and result of distance() if a matcher does not know it or
+// fails.
+constexpr int32_t kNoBudget = INT32_MAX;
+constexpr int32_t kUnknownDistance = -1;
 
 // Message of the first failure, stored without allocation.
 struct ErrorText {
@@ -89,7 +100,10 @@ class NativeMatcher {
     }
     return count;
   }
-  virtual Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept = 0;
+  // `budget` is the number of tokens that may still be written: the token that the row constrains,
+  // all later ones and the stop token.
+  virtual Filled fill(int32_t* row, int64_t words, int32_t budget, ErrorText* error) noexcept = 0;
+  virtual int32_t distance(ErrorText*) noexcept { return kUnknownDistance; }
   virtual Outcome rollback(int32_t tokens, ErrorText* error) noexcept = 0;
   virtual Outcome is_terminated(ErrorText* error) noexcept = 0;
 

@@ -46,12 +46,14 @@ class PythonMatcher final : public NativeMatcher {
   Outcome accept(int32_t token, ErrorText* error) noexcept override {
     return ask(error, "accept", "i", token);
   }
-  Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept override {
+  Filled fill(int32_t* row, int64_t words, int32_t budget, ErrorText* error) noexcept override {
     if (words != this->words()) {
       error->keep("the mask row does not have the size of the matcher's vocabulary");
       return Filled::kFailed;
     }
-    const Outcome filled = ask(error, "fill", "O", row_.ptr());
+    // A class that does not define distance() need not accept the argument `budget`.
+    const Outcome filled = budget == kNoBudget ? ask(error, "fill", "O", row_.ptr())
+                                               : ask(error, "fill", "Oi", row_.ptr(), budget);
     if (filled != Outcome::kYes) return filled == Outcome::kNo ? Filled::kFree : Filled::kFailed;
     std::copy(bits_.data(), bits_.data() + words, row);
     row[words - 1] &= last_word_;
@@ -64,24 +66,53 @@ class PythonMatcher final : public NativeMatcher {
   Outcome is_terminated(ErrorText* error) noexcept override {
     return ask(error, "is_terminated", nullptr);
   }
+  int32_t distance(ErrorText* error) noexcept override {
+    const auto read = [](PyObject* result) -> int64_t {
+      if (result == Py_None) return kUnknownDistance;
+      const int64_t distance = PyLong_AsLongLong(result);
+      if (PyErr_Occurred() != nullptr) return kFailed;
+      if (distance >= 0 && distance < kNoBudget) return distance;
+      PyErr_SetString(PyExc_ValueError, "distance() must return None or a number of tokens");
+      return kFailed;
+    };
+    const int64_t distance = call(read, error, "distance", nullptr);
+    return distance == kFailed ? kUnknownDistance : static_cast<int32_t>(distance);
+  }
 
  private:
   int64_t words() const { return static_cast<int64_t>(bits_.shape(0)); }
 
+  static constexpr int64_t kFailed = INT64_MIN;
+
   template <typename... Arguments>
   Outcome ask(ErrorText* error, const char* method, const char* format,
               Arguments... arguments) noexcept {
+    const auto read = [](PyObject* result) -> int64_t {
+      const int is_true = PyObject_IsTrue(result);
+      return is_true < 0 ? kFailed : is_true;
+    };
+    const int64_t is_true = call(read, error, method, format, arguments...);
+    if (is_true == kFailed) return Outcome::kFailed;
+    return is_true != 0 ? Outcome::kYes : Outcome::kNo;
+  }
+
+  // Calls a method of the Python matcher and returns what `read` makes of the result. `read`
+  // returns kFailed if it has set a Python exception. Returns kFailed and keeps the message for an
+  // exception.
+  template <typename Read, typename... Arguments>
+  int64_t call(Read read, ErrorText* error, const char* method, const char* format,
+               Arguments... arguments) noexcept {
     const hostwork::PythonEntry python;
     if (!python) {
       error->keep("the interpreter is shutting down");
-      return Outcome::kFailed;
+      return kFailed;
     }
     try {
       PyObject* matcher = PyObject_CallNoArgs(matcher_.ptr());  // None if it has been destroyed
       PyObject* result =
           matcher == nullptr ? nullptr : PyObject_CallMethod(matcher, method, format, arguments...);
-      const int is_true = result == nullptr ? -1 : PyObject_IsTrue(result);
-      if (is_true < 0) {
+      const int64_t value = result == nullptr ? kFailed : read(result);
+      if (value == kFailed) {
         PyObject* const raised = hostwork::take_exception();
         const std::string message = hostwork::describe_exception(raised);
         error->keep(message.data(), message.size());
@@ -94,8 +125,7 @@ class PythonMatcher final : public NativeMatcher {
       }
       Py_XDECREF(result);
       Py_XDECREF(matcher);
-      if (is_true < 0) return Outcome::kFailed;
-      return is_true != 0 ? Outcome::kYes : Outcome::kNo;
+      return value;
     } catch (abi::__forced_unwind&) {
       hostwork::park_forever();
     }

@@ -404,7 +404,7 @@ void OrderServer::fill_mask(SlotWork& work, int j) const noexcept {
   work.tally[count::fills] += 1;
   int32_t& forced = work.rows.forced[at(j)];
   forced = -1;
-  const Filled filled = work.matcher->fill(words, count, &work.error);
+  const Filled filled = work.matcher->fill(words, count, kNoBudget, &work.error);
   if (filled == Filled::kFailed) {
     fail(work);
     return;

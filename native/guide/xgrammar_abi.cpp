@@ -206,7 +206,7 @@ class XGrammarMatcher final : public NativeMatcher {
     return Outcome::kYes;
   }
 
-  Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept override {
+  Filled fill(int32_t* row, int64_t words, int32_t, ErrorText* error) noexcept override {
     DLTensor tensor{};
     tensor.data = row;
     tensor.device_type = kDLCPU;

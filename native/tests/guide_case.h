@@ -68,7 +68,7 @@ class HashMatcher final : public guided::NativeMatcher {
     path_ = extended(std::move(path_), token);
     return guided::Outcome::kYes;
   }
-  guided::Filled fill(int32_t* row, int64_t words, guided::ErrorText*) noexcept override {
+  guided::Filled fill(int32_t* row, int64_t words, int32_t, guided::ErrorText*) noexcept override {
     const SingleUse use(&in_use_);
     WANT(!stopped_ && words == (kVocab + 31) / 32);
     pause(10);
