@@ -27,7 +27,7 @@ from graft.models.llm.config import Eagle3Config
 from graft.models.llm.kernels.operands import Norm
 from graft.models.llm.llama import LlamaModel
 from graft.models.llm.rows import Rows
-from graft.models.llm.stack import DecoderLayer, DecoderStack, check_cache
+from graft.models.llm.stack import DecoderLayer, DecoderStack, allocate_cache, check_cache
 from graft.models.llm.weights import Matrix, Weights
 from graft.sampling.checks import expect
 from graft.sampling.rows import DraftVocab
@@ -95,6 +95,18 @@ class Eagle3Head:
         )
         self._fused = device.empty((max_rows, hidden), "float32")
         self._gathered = device.empty((max_rows, hidden), "float32")
+
+    @classmethod
+    def from_dir(cls, device: Device, folder: str | Path, target: LlamaModel) -> Eagle3Head:
+        """Load the head of a checkpoint folder, with a KV cache as large as the target's.
+
+        A call may have as many rows as a forward pass of the target. Raises the same exceptions as
+        the constructor.
+        """
+        positions = target.kv.positions
+        config = Eagle3Config.from_dir(folder).for_length(positions, folder)
+        kv = allocate_cache(device, config, slots=target.kv.slots, positions=positions)
+        return cls(device, config, Checkpoint(folder), target, kv, max_rows=target.max_rows)
 
     def _load(self, weights: Weights) -> list[DecoderLayer]:
         """Upload all tensors of the head and return its decoder layers."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from graft.cudagraph.device import Device
 from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.errors import OptionError
@@ -12,7 +14,7 @@ from graft.models.llm.config import LlamaConfig
 from graft.models.llm.kernels.library import ModelKernels
 from graft.models.llm.rows import Rows
 from graft.models.llm.sharding import ShardedWeights, TensorParallelLeader
-from graft.models.llm.stack import DecoderLayer, DecoderStack, check_cache
+from graft.models.llm.stack import DecoderLayer, DecoderStack, allocate_cache, check_cache
 from graft.models.llm.weights import Weights
 from graft.sampling.checks import expect
 
@@ -93,6 +95,24 @@ class LlamaModel:
         layers = self._load(tensors)
         self.stack = DecoderStack(self.kernels, local_config, layers, kv, max_rows=max_rows)
         self.stack.reserve_attention(max_rows)
+
+    @classmethod
+    def from_dir(
+        cls, device: Device, folder: str | Path, *, slots: int, positions: int
+    ) -> LlamaModel:
+        """Load the checkpoint of a folder, with a KV cache for `slots` requests.
+
+        `positions` is the maximum number of positions of a request, and of rows of a forward pass.
+        The cache has pages for all positions of all slots.
+
+        Raises
+        ------
+        CheckpointError, ConfigError
+            If a file, tensor or config field is invalid. The message contains its name.
+        """
+        config = LlamaConfig.from_dir(folder).for_length(positions, folder)
+        kv = allocate_cache(device, config, slots=slots, positions=positions)
+        return cls(device, config, Checkpoint(folder), kv, max_rows=positions)
 
     def _load(self, tensors: Weights) -> list[DecoderLayer]:
         """Upload all tensors and return the decoder layers."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from graft.cudagraph.device import Device
 from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.errors import ShapeError
 from graft.cudagraph.lanes import Lane
@@ -341,6 +342,23 @@ class DecoderStack:
             norm=norm,
             name="down",
         )
+
+
+def allocate_cache(device: Device, config: LlamaConfig, *, slots: int, positions: int) -> PagedKV:
+    """Allocate the KV cache of a model, with pages for `positions` positions of each slot."""
+    page_size = 16
+    pages_per_slot = -(-positions // page_size)
+    return PagedKV(
+        device,
+        layers=config.num_hidden_layers,
+        pages=slots * pages_per_slot,
+        page_size=page_size,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        dtype=config.dtype,
+        slots=slots,
+        max_pages_per_slot=pages_per_slot,
+    )
 
 
 def check_cache(config: LlamaConfig, kv: PagedKV, layers: int) -> None:

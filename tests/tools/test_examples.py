@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import graft.tools.examples
+from graft.tools.examples import one_round
 
 FOLDER = Path(graft.tools.examples.__path__[0])
 
@@ -71,6 +72,20 @@ def check_disaggregated_prefill(lines):
     assert int(one_token[2]) == 0 and code[1].startswith(one_token[1])
 
 
+def check_one_round(lines):
+    pattern = re.compile(r"  round \d+: (\d) of 3 drafts accepted, '(.+)'")
+    first, second = (lines.index(text) for text, _ in one_round.REQUESTS)
+    for answer in (lines[first + 1 : second], lines[second + 1 :]):
+        rounds = [pattern.fullmatch(line) for line in answer[:-2]]
+        assert rounds[0][1] == "0"  # the first round has no drafts
+        assert sum(int(found[1]) for found in rounds) > len(rounds)
+        assert "".join(found[2] for found in rounds) == answer[-1].strip()
+        committed = sum(int(found[1]) + 1 for found in rounds)
+        assert len(json.loads(answer[-2])) in (committed, committed - 1)
+    assert json.loads(lines[second - 1]) == {"name": "Olga Novak", "age": 42}
+    assert lines[-1] == "  QF-5702"
+
+
 def check_xgrammar_interface(lines):
     assert lines[0] == 'forced start: {"city": "'
     values = [json.loads(line) for line in lines[1:]]
@@ -87,6 +102,7 @@ CHECKS = {
     "host_drafter": check_host_drafter,
     "mask_logits": check_mask_logits,
     "matcher_by_hand": check_matcher_by_hand,
+    "one_round": check_one_round,
     "own_drafter": check_own_drafter,
     "xgrammar_interface": check_xgrammar_interface,
 }
