@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 
 from graft.cudagraph.driver import chooser
 from graft.cudagraph.errors import GraftError, OptionError
-from graft.cudagraph.kernels.compiler import COMPILER_ADVICE
+from graft.cudagraph.kernels.compiler import COMPILER_ADVICE, PREBUILT
 from graft.cudagraph.kernels.nvrtc import missing_compiler
 from graft.native import _native
 from graft.native.errors import short_repr
@@ -87,13 +87,17 @@ def check_native() -> Finding:
 
 
 def check_compiler() -> Finding:
-    """Check the C++ compiler that the soft device uses to compile kernels."""
+    """Check the C++ compiler that the soft device uses to compile kernels.
+
+    A wheel contains compiled kernels, with which graft runs most models without a compiler.
+    """
     from graft.native.softcuda.compile import KernelCompileError, compiler
 
     try:
         command = compiler()
     except KernelCompileError as error:
-        return Finding("compiler", "missing", error.log, HOST_COMPILER_ADVICE)
+        status = "absent" if PREBUILT.is_dir() else "missing"
+        return Finding("compiler", status, error.log, HOST_COMPILER_ADVICE)
     done = subprocess.run([*command, "--version"], capture_output=True, text=True)
     if done.returncode or not done.stdout:
         detail = f"{' '.join(command)} does not run: {done.stderr}"
@@ -237,13 +241,13 @@ def check_backend(name: str, requirement: str, fallback: str = "") -> Finding:
     what graft does without the backend; it is empty if graft cannot run without it.
     """
     version = version_of(name)
+    status = "absent" if fallback else "missing"
     if version is None:
-        status = "absent" if fallback else "missing"
         return Finding(name, status, f"not installed{fallback}", f"pip install {requirement}")
     try:
         build = importlib.import_module(f"graft.grammar.backends.{name}").load_native()
     except GraftError as error:
-        return Finding(name, "missing", f"{version}: {error}", f"pip install {requirement}")
+        return Finding(name, status, f"{version}: {error}{fallback}", f"pip install {requirement}")
     detail = f"{version} ({build})" if build else version
     return Finding(name, "ok", f"{detail}, all required symbols found")
 
@@ -263,10 +267,12 @@ def check_llguidance() -> Finding:
 
 
 def check_tvm_ffi() -> Finding:
-    """Check tvm-ffi, through which graft calls XGrammar."""
+    """Check tvm-ffi, through which graft calls XGrammar, the optional backend."""
     version = version_of("apache-tvm-ffi")
+    if version:
+        return Finding("tvm-ffi", "ok", version)
     advice = "pip install apache-tvm-ffi==0.1.15.post2"
-    return Finding("tvm-ffi", "ok" if version else "missing", version or "not installed", advice)
+    return Finding("tvm-ffi", "absent", "not installed; XGrammar cannot be used", advice)
 
 
 def check_demo_model() -> Finding:

@@ -35,6 +35,8 @@ KERNELS = Path(__file__).resolve().parent
 INCLUDE_ROOT = KERNELS.parents[1]
 #: Kernel with which `cupy_problem` tests CuPy.
 TEST_KERNEL = 'extern "C" __global__ void graft_test(int* out) { *out = 1; }'
+#: Images of graft's kernels for the soft device, which wheels contain.
+PREBUILT = Path(_native.__file__).resolve().parent / "soft" / "kernels"
 COMPILER_ADVICE = (
     "install a compiler: pip install 'cupy-cuda13x[ctk]', or 'cupy-cuda12x[ctk]' if the driver "
     "supports only CUDA 12"
@@ -137,6 +139,7 @@ def _compile_soft(source: KernelSource) -> LoadedModule:
             defines=source.defines,
             include_dirs=include_folders(source.folder),
             cache_dir=cache_folder() / "soft",
+            prebuilt_dir=PREBUILT,
         )
     except KernelCompileError as error:
         raise KernelError(str(error)) from error

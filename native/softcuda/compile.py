@@ -3,6 +3,7 @@
 The source is preprocessed, its ``extern "C" __global__`` functions are located, declarations of
 dynamic shared memory are rewritten, and the result is compiled together with the shim header into
 an ELF image for ``cuModuleLoadData``. Images are cached in a directory that processes may share.
+A wheel contains the images of graft's own kernels (`prebuild`), which therefore need no compiler.
 """
 
 from __future__ import annotations
@@ -60,6 +61,15 @@ QUICK = ("-O1", "-ftree-vectorize")
 # -fno-gnu-unique, because the workers' copies of an image would share unique symbols
 # (INVARIANTS.md K2).
 GCC_ONLY = ("-fno-gnu-unique", "-fmax-errors=8", "-fvect-cost-model=dynamic")
+#: Flags for images that run on other processors too, and the processor features that these images
+#: need (names in /proc/cpuinfo), by machine.
+PORTABLE: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
+    "x86_64": (
+        ("-mavx2", "-mbmi", "-mbmi2", "-mf16c", "-mfma", "-mlzcnt", "-mmovbe"),
+        frozenset(("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")),
+    ),
+    "aarch64": ((), frozenset()),
+}
 
 
 class KernelCompileError(Exception):
@@ -96,7 +106,8 @@ def compiler() -> tuple[str, ...]:
             return tuple(words)
     raise KernelCompileError(
         "<any>",
-        f"no C++ compiler was found (CXX={configured!r}); the soft device needs g++ or clang++",
+        f"no C++ compiler was found (CXX={configured!r}); the soft device compiles kernels with "
+        "g++ or clang++ (apt install g++), except for those that a wheel of graft contains",
     )
 
 
@@ -115,14 +126,23 @@ def _toolchain() -> tuple[tuple[str, ...], str]:
     The digest covers everything besides the source that determines an image: the compiler's
     version, the processor, the flags, the shim headers in ``include/`` and this file.
     """
-    version = compiler_version()
-    flags: tuple[str, ...] = () if "clang" in version else GCC_ONLY
+    flags = compiler_flags()
     flags += ("-march=native",) if platform.machine() == "x86_64" else ("-mcpu=native",)
-    identity = [version, platform.machine(), processor_flags(), *FLAGS, *flags]
+    return flags, digest([compiler_version(), processor_flags(), *flags, _shim_digest()])
+
+
+def compiler_flags() -> tuple[str, ...]:
+    """Return the flags that depend on the kind of compiler."""
+    return () if "clang" in compiler_version() else GCC_ONLY
+
+
+@functools.cache
+def _shim_digest() -> str:
+    """Return a digest of the machine's name, the common flags, the shim headers and this file."""
+    parts = [platform.machine(), *FLAGS]
     for header in sorted(INCLUDE.glob("*.h")):
-        identity += [header.name, header.read_text()]
-    identity.append(Path(__file__).read_text())
-    return flags, digest(identity)
+        parts += [header.name, header.read_text()]
+    return digest([*parts, Path(__file__).read_text()])
 
 
 def digest(parts: Sequence[str]) -> str:
@@ -181,6 +201,7 @@ def compile_cpu(
     defines: Mapping[str, str] | None = None,
     include_dirs: Sequence[Path] = (),
     cache_dir: Path,
+    prebuilt_dir: Path | None = None,
 ) -> bytes:
     """Compile a kernel source to an ELF image for the soft device.
 
@@ -197,6 +218,9 @@ def compile_cpu(
     cache_dir : Path
         Directory of compiled images. It is created if it does not exist; concurrent processes may
         share it.
+    prebuilt_dir : Path, optional
+        Directory of images that `prebuild` has compiled. If it contains an image of this source,
+        and the processor can run the image, no compiler is needed.
 
     Returns
     -------
@@ -213,11 +237,18 @@ def compile_cpu(
     folders = [Path(folder).resolve() for folder in include_dirs]
     defined = sorted((defines or {}).items())
     macros = [f"-D{macro}={value}" for macro, value in defined]
+    checks_alignment = os.environ.get("SOFTCUDA_ALIGNMENT") == "1"
+    included = included_files(source, folders)
+    if prebuilt_dir is not None and not checks_alignment and _runs_portable_images():
+        try:
+            return (prebuilt_dir / _portable_name(source, name, macros, included)).read_bytes()
+        except FileNotFoundError:
+            pass
     flags, identity = _toolchain()
-    if os.environ.get("SOFTCUDA_ALIGNMENT") == "1":
+    if checks_alignment:
         flags += ALIGNMENT
     parts = [identity, name, source, *flags, *macros]
-    for path, text in sorted(included_files(source, folders).items()):
+    for path, text in sorted(included.items()):
         parts += [path, text]
     cached = Path(cache_dir) / f"{digest(parts)[:40]}.so"
     image = _read_cached(cached)
@@ -226,6 +257,39 @@ def compile_cpu(
             image = _build(source, name, macros, folders, flags, scratch).read_bytes()
         _write_cached(cached, image)
     return image
+
+
+def build_portable(
+    source: str, name: str, *, defines: Mapping[str, str], include_dirs: Sequence[Path]
+) -> tuple[str, bytes]:
+    """Compile a kernel source to an image that runs on other processors too.
+
+    Return the image and the name of its file in the directory `prebuilt_dir` of `compile_cpu`.
+    """
+    folders = [folder.resolve() for folder in include_dirs]
+    macros = [f"-D{macro}={value}" for macro, value in sorted(defines.items())]
+    flags = (*compiler_flags(), *PORTABLE[platform.machine()][0])
+    with scratch_folder("softcuda-build-") as scratch:
+        image = _build(source, name, macros, folders, flags, scratch).read_bytes()
+    return _portable_name(source, name, macros, included_files(source, folders)), image
+
+
+def _portable_name(
+    source: str, name: str, macros: Sequence[str], included: Mapping[str, str]
+) -> str:
+    """Return the file name of a portable image.
+
+    The name does not depend on the paths of the included files, which differ after installation.
+    """
+    parts = [_shim_digest(), name, source, *macros, *included.values()]
+    return f"{digest(parts)[:40]}.so"
+
+
+@functools.cache
+def _runs_portable_images() -> bool:
+    """Return whether the processor can run portable images."""
+    _, features = PORTABLE.get(platform.machine(), ((), frozenset(("unknown",))))
+    return features <= set(processor_flags().split())
 
 
 def _read_cached(path: Path) -> bytes | None:

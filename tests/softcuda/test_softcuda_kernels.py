@@ -10,7 +10,8 @@ import pytest
 import softcuda_util as util
 from softcuda_util import check
 
-from graft.native.softcuda.compile import KernelCompileError, compile_cpu
+from graft.native.softcuda import compile as kernel_compiler
+from graft.native.softcuda.compile import KernelCompileError, build_portable, compile_cpu
 
 rng = np.random.default_rng(7)
 
@@ -398,3 +399,42 @@ def test_compile_cache_is_shared_by_concurrent_processes(tmp_path):
         sizes = pool.map(_compile_in, [str(tmp_path)] * 6)
     assert len(set(sizes)) == 1
     assert [p.suffix for p in tmp_path.iterdir()] == [".so"]
+
+
+def test_prebuilt_image_needs_no_compiler(tmp_path, monkeypatch):
+    """A prebuilt image is used wherever the sources are, if the processor can run it."""
+    source = '#include "factor.h"\nextern "C" __global__ void scale(float* x) { *x *= FACTOR; }'
+    for name in ("built", "installed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "factor.h").write_text("")
+    name, image = build_portable(
+        source, "scale.cu", defines={"FACTOR": "2"}, include_dirs=[tmp_path / "built"]
+    )
+    (tmp_path / name).write_bytes(image)
+
+    def fail():
+        raise KernelCompileError("scale.cu", "no compiler")
+
+    def load(factor="2"):
+        return compile_cpu(
+            source,
+            "scale.cu",
+            defines={"FACTOR": factor},
+            include_dirs=[tmp_path / "installed"],
+            cache_dir=tmp_path / "cache",
+            prebuilt_dir=tmp_path,
+        )
+
+    monkeypatch.setattr(kernel_compiler, "_toolchain", fail)
+    assert load() == image
+    with pytest.raises(KernelCompileError):
+        load("3")
+    with monkeypatch.context() as context, pytest.raises(KernelCompileError):
+        context.setenv("SOFTCUDA_ALIGNMENT", "1")
+        load()
+    with monkeypatch.context() as context, pytest.raises(KernelCompileError):
+        context.setattr(kernel_compiler, "_runs_portable_images", lambda: False)
+        load()
+    (tmp_path / "installed" / "factor.h").write_text("// changed")
+    with pytest.raises(KernelCompileError):
+        load()

