@@ -69,12 +69,17 @@ class GuidedRequest:
     position
         Position of the last token that was known when the request joined the batch. It must be the
         same in all replays of the request.
+    closing_end
+        Exclusive upper bound of the positions of the request's tokens if its text must be complete
+        before it; -1 otherwise. The mask row after the token at position `p` is filled with the
+        budget ``closing_end - p - 1`` (`Matcher.fill`), and drafts outside the row are illegal.
     """
 
     slot: int
     epoch: int
     matcher: Matcher | None
     position: int
+    closing_end: int = -1
 
 
 class StepSpan(NamedTuple):
@@ -457,7 +462,7 @@ def _check_minimum(name: str, value: float, minimum: float) -> None:
         raise OptionError(f"guided decoder: {name} is {value}, must be at least {minimum}")
 
 
-def _native_request(request: GuidedRequest) -> tuple[int, int, int, object]:
+def _native_request(request: GuidedRequest) -> tuple[int, int, int, object, int]:
     """Return a request as the tuple that the native worker's ``publish`` method takes."""
     native_matcher = None if request.matcher is None else request.matcher.native
-    return request.slot, request.epoch, request.position, native_matcher
+    return request.slot, request.epoch, request.position, native_matcher, request.closing_end

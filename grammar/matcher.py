@@ -96,7 +96,12 @@ class CompiledGrammar:
         self.timing = _native.guide.OrderTiming()
         self.automaton: Any = None
 
-    def matcher(self, stop_ids: Iterable[int] | None = None, tokens: Iterable[int] = ()) -> Matcher:
+    def matcher(
+        self,
+        stop_ids: Iterable[int] | None = None,
+        tokens: Iterable[int] = (),
+        max_reasoning_tokens: int | None = None,
+    ) -> Matcher:
         """Return a new matcher that has already accepted the given tokens.
 
         If the specification has a marker, the grammar applies only after this text, and the matcher
@@ -109,15 +114,22 @@ class CompiledGrammar:
             Ids that terminate the matcher; None for the stop ids of the vocabulary.
         tokens
             Token ids to accept, in order.
+        max_reasoning_tokens
+            Number of tokens within which the opening and the marker of the specification must be
+            complete if the output has free text; None for no limit. Tokens that would make this
+            impossible are illegal.
 
         Raises
         ------
         GrammarError
-            A token is illegal, or the marker is one of the stop ids.
+            A token is illegal, the marker is one of the stop ids, or `max_reasoning_tokens` is too
+            small for the marker or given without a marker.
         """
         matcher = self.backend.matcher(self, stop_ids)
         if self.spec.marker is not None:
-            matcher = _with_marker(matcher, self.spec.marker)
+            matcher = _with_marker(matcher, self.spec.marker, max_reasoning_tokens)
+        elif max_reasoning_tokens is not None:
+            raise GrammarError("max_reasoning_tokens: the grammar has no marker")
         known_tokens = list(tokens)
         accepted = matcher.accept_all(known_tokens)
         if accepted < len(known_tokens):
@@ -335,14 +347,19 @@ def _native_marker(vocabulary: Vocabulary, marker: Marker) -> Any:
     )
 
 
-def _with_marker(inner: Matcher, marker: Marker) -> Matcher:
+def _with_marker(inner: Matcher, marker: Marker, max_tokens: int | None) -> Matcher:
     """Return a matcher of free text, followed by the marker and the grammar of `inner`."""
     compiled = inner.compiled
     vocabulary = compiled.backend.vocabulary
     ids = {*marker.ids(vocabulary), *marker.opening_ids(vocabulary)}
     if ids & set(inner.stop_ids):
         raise GrammarError("marker: its token is one of the request's stop ids")
-    native = _native.guide.MarkedMatcher(
-        inner.native, _native_marker(vocabulary, marker), inner.stop_ids
-    )
+    native_marker = _native_marker(vocabulary, marker)
+    limit = NO_BUDGET if max_tokens is None else min(max_tokens, NO_BUDGET)
+    try:
+        native = _native.guide.MarkedMatcher(inner.native, native_marker, inner.stop_ids, limit)
+    except ValueError as error:
+        if max_tokens is None:
+            raise
+        raise GrammarError(f"max_reasoning_tokens is {max_tokens}, but {error}") from None
     return NativeBackedMatcher(compiled, inner.stop_ids, native, keep=inner)

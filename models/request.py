@@ -17,6 +17,7 @@ from graft.sampling.exchange import NUMBERS
 from graft.sampling.params import VERIFY_MODES, Relaxed, SamplingParams
 
 __all__ = [
+    "CLOSINGS",
     "DEVICE_REASONS",
     "Event",
     "Limits",
@@ -38,6 +39,9 @@ DEVICE_REASONS = {
     for name, code in NUMBERS.items()
     if name.startswith("REASON_")
 }
+
+#: Values of `Request.closing`.
+CLOSINGS = ("auto", "require", "off")
 
 #: Maximum of `Request.n`.
 MAX_SAMPLES = 128
@@ -123,6 +127,20 @@ class Request(SamplingParams):
         Grammar of the output; None for unconstrained text. A grammar with `GrammarSpec.partial`
         enforces only a part of its schema; check the finished text with
         `graft.grammar.check_output`.
+    closing
+        Whether `max_tokens` limits the mask rows of the grammar so that the output is complete
+        within `max_tokens`; one of `CLOSINGS`. Requests whose `max_tokens` is too small for any
+        complete output are refused.
+
+        * ``"auto"``: yes, if the grammar's matcher knows how many tokens complete its text.
+        * ``"require"``: as ``"auto"``, but the request is refused if completeness cannot be
+          guaranteed.
+        * ``"off"``: no. The output may end in the middle of a value.
+    max_reasoning_tokens
+        Number of tokens within which the reasoning section is complete, with its end marker. Only
+        for grammars after a marker (`GrammarSpec.after`). Tokens that would make this impossible
+        are illegal. None for no limit of its own; with `closing`, the section ends in time for a
+        complete answer in any case.
     schema
         Schema that is passed to the chat template as ``schema``, so that the template can show it
         to the model. By default, it is the schema of a JSON-schema grammar.
@@ -160,6 +178,8 @@ class Request(SamplingParams):
     messages: Sequence[dict[str, str]] | None = None
     tokens: Sequence[int] | None = None
     grammar: GrammarSpec | None = None
+    closing: str = "auto"
+    max_reasoning_tokens: int | None = None
     schema: object | None = None
     max_tokens: int | None = 256
     n: int = 1
@@ -251,6 +271,16 @@ class Output:
     satisfies_grammar
         False if a stop id that has text ended the output before the text satisfied the grammar.
         The field has no meaning for an output that did not end with a stop id.
+    closing
+        Whether the output was bound to be complete within `max_tokens` (`Request.closing`).
+
+        * ``"guaranteed"``: yes. Only a stop string, a timeout, a cancellation or an error can end
+          the output before its text satisfies the grammar.
+        * ``"not guaranteed"``: no, because the grammar's matcher does not know how many tokens
+          complete its text, or because `allowed_ids`, `banned_ids` or a stop id with text may
+          prevent it.
+        * ``"off"``: no, because the request has no grammar, was refused or sets
+          ``closing="off"``.
     exact
         Whether exact verification would have accepted the same drafts. False only if
         ``verify="relaxed"`` has accepted a draft that the target did not sample.
@@ -283,6 +313,7 @@ class Output:
     sample: int = 0
     logprobs: list[Logprob] | None = None
     satisfies_grammar: bool = True
+    closing: str = "off"
     exact: bool = True
     rounds: int = 0
     drafted: int = 0
@@ -477,6 +508,10 @@ def _check_types(request: Request, limits: Limits) -> None:
         if not isinstance(request.grammar, GrammarSpec):
             raise _field_error("grammar", "a GrammarSpec or None", request.grammar)
         check_size("grammar", request.grammar.text, "grammar_bytes", limits)
+    if request.closing not in CLOSINGS:
+        raise _field_error("closing", f"one of {CLOSINGS}", request.closing)
+    if request.closing == "require" and request.grammar is None:
+        raise RequestError("closing is 'require', which needs a grammar", param="closing")
     for name in ("special_tokens", "skip_special_tokens"):
         value = getattr(request, name)
         if not isinstance(value, bool):
@@ -489,6 +524,14 @@ def _check_ranges(request: Request) -> None:
         check_integer("max_tokens", request.max_tokens, 1, 2**31 - 1)
     max_min_tokens = request.max_tokens or 2**31 - 1
     check_integer("min_tokens", request.min_tokens, 0, max_min_tokens)
+    if request.max_reasoning_tokens is not None:
+        check_integer("max_reasoning_tokens", request.max_reasoning_tokens, 1, 2**31 - 1)
+        if request.grammar is None or request.grammar.marker is None:
+            raise RequestError(
+                f"max_reasoning_tokens is {request.max_reasoning_tokens}, but the request has no "
+                "grammar after a marker (GrammarSpec.after)",
+                param="max_reasoning_tokens",
+            )
     if request.stop_after is not None:
         check_integer("stop_after", request.stop_after, 0, 2**31 - 1)
     check_integer("priority", request.priority, -(2**31), 2**31 - 1)

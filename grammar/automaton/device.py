@@ -209,7 +209,9 @@ class DeviceAutomata:
 
     # Requests -----------------------------------------------------------------------------------
 
-    def join(self, lane: Lane, slot: int, epoch: int, matcher: Matcher) -> bool:
+    def join(
+        self, lane: Lane, slot: int, epoch: int, matcher: Matcher, closing_end: int = -1
+    ) -> bool:
         """Move the grammar state of a slot's request to the device (promote it), if possible.
 
         Parameters
@@ -222,13 +224,16 @@ class DeviceAutomata:
             Epoch of the request, as in `GuidedRequest`.
         matcher
             Matcher of the request, which has accepted all of the request's tokens.
+        closing_end
+            As in `GuidedRequest`. The kernels fill rows without budgets, so a request with a
+            `closing_end` is not promoted.
 
         Returns
         -------
         bool
             Whether the request is promoted. If not, the grammar worker must serve the request.
         """
-        if not _has_automaton(matcher):
+        if closing_end >= 0 or not _has_automaton(matcher):
             return False
         table = self._acquire(lane, matcher.native.grammar)
         if table is None:

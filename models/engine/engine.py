@@ -531,7 +531,7 @@ class Engine:
         """
         if not isinstance(request, Request):
             raise RequestError(f"request must be a Request, got {short_repr(request)}")
-        prefill_only = replace(request, max_tokens=1, min_tokens=0, n=1)
+        prefill_only = replace(request, max_tokens=1, min_tokens=0, n=1, closing="off")
         [output] = self.generate([prefill_only])
         if output.error is not None:
             raise RequestError(output.error)

@@ -56,7 +56,9 @@ class Promotion:
         if self._automata is None:
             return
         try:
-            promoted = self._automata.join(self._lane, state.slot, state.epoch, state.matcher)
+            promoted = self._automata.join(
+                self._lane, state.slot, state.epoch, state.matcher, closing_end=state.closing_end
+            )
         except DeviceError as error:  # for example, no pinned memory is left
             LOG.warning("request %s stays on the host: %s", state.id, error)
             return

@@ -96,6 +96,9 @@ class RequestState:
         Time (`time.monotonic`) at which the host read the first of the `stalled_rounds`.
     submitted_at
         Time (`time.monotonic`) of submission.
+    closing_end
+        Position before which the output must be complete (`GuidedRequest.closing_end`); -1 if mask
+        rows have no budget. `plan_closing` sets it before the request gets a slot.
     """
 
     request: Request
@@ -123,6 +126,7 @@ class RequestState:
     stalled_rounds: int = 0
     stalled_since: float = 0.0
     submitted_at: float = field(default_factory=time.monotonic)
+    closing_end: int = -1
     _emitted_tokens: int = field(default=0, repr=False)
     _emitted_text: list[str] = field(default_factory=list, repr=False)
     _emitted_chars: int = field(default=0, repr=False)
@@ -177,7 +181,9 @@ class RequestState:
         if self.grammar is None:
             return None
         compiled = self.grammar.result()
-        return compiled.matcher(self.stop_ids, self.output.tokens)
+        return compiled.matcher(
+            self.stop_ids, self.output.tokens, self.request.max_reasoning_tokens
+        )
 
     def satisfies_grammar(self) -> bool:
         """Return whether the output without its last token, a stop id, satisfies the grammar.

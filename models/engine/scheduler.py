@@ -27,6 +27,7 @@ from functools import partial
 from graft.cudagraph.errors import GraftError
 from graft.grammar.errors import GrammarBackendError, MatcherError, describe
 from graft.grammar.matcher import CompiledGrammar
+from graft.models.engine.closing import plan_closing
 from graft.models.engine.interrupt import Shield
 from graft.models.engine.replay import Replays, RowResult
 from graft.models.engine.request_state import RequestState
@@ -356,6 +357,8 @@ class Scheduler:
         try:
             if state.matcher is None:
                 state.matcher = state.make_matcher()
+                if state.matcher is not None:
+                    plan_closing(state, state.matcher)
         except Exception as exception:  # a grammar backend may raise anything
             error = _backend_error(exception)
             failed = state.output.tokens or isinstance(error, GrammarBackendError)

@@ -118,4 +118,6 @@ class GraphSelector:
 
 def _guided_request(state: RequestState) -> GuidedRequest:
     """Return the fields of a request that the grammar worker needs."""
-    return GuidedRequest(state.slot, state.epoch, state.matcher, state.start_position)
+    return GuidedRequest(
+        state.slot, state.epoch, state.matcher, state.start_position, state.closing_end
+    )

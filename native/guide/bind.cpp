@@ -18,8 +18,8 @@ namespace nb = nanobind;
 namespace graft::guide {
 namespace {
 
-// A request as Python passes it: slot, epoch, position, matcher or None.
-using RequestTuple = std::tuple<int32_t, int32_t, int32_t, NativeMatcher*>;
+// A request as Python passes it: slot, epoch, position, matcher or None, closing_end.
+using RequestTuple = std::tuple<int32_t, int32_t, int32_t, NativeMatcher*, int32_t>;
 
 Exchange exchange_of(uintptr_t address, const nb::bytes& layout, int vocab_size) {
   Exchange exchange{reinterpret_cast<int32_t*>(address), {}, vocab_size};
@@ -33,10 +33,10 @@ bool publish(Worker& worker, int64_t replay, const std::vector<RequestTuple>& tu
              int64_t previous) {
   std::vector<Request> requests;
   requests.reserve(tuples.size());
-  for (const auto& [slot, epoch, position, matcher] : tuples) {
+  for (const auto& [slot, epoch, position, matcher, closing_end] : tuples) {
     if (slot < 0 || slot >= worker.exchange().layout.slots)
       throw std::out_of_range("slot is out of range");
-    requests.push_back({slot, epoch, position, matcher});
+    requests.push_back({slot, epoch, position, matcher, closing_end});
   }
   return worker.publish(replay, previous < 0 ? replay - 1 : previous, requests);
 }
@@ -104,7 +104,7 @@ void bind_matchers(nb::module_& guide) {
             const Filled filled =
                 matcher.fill(row.data(), static_cast<int64_t>(row.shape(0)), budget, &error);
             if (filled == Filled::kFailed) fail(error);
-            return filled == Filled::kMask;
+            return filled != Filled::kFree;
           },
           nb::arg("row").noconvert(), nb::arg("budget") = kNoBudget)
       .def("distance",

@@ -24,11 +24,17 @@
 //    that the grammar does not allow. When the opening is complete, the matcher returns to its
 //    start. All tokens up to the end of the opening can be undone. They are few, because each of
 //    them has at least one character of the opening or of the white space before it.
+// 6. The distance before the end of the marker is the number of tokens that complete opening and
+//    marker plus the distance of the grammar's start. It is known if the grammar's distance is
+//    known and tokens spell every end of opening and marker. The limit of free tokens works like a
+//    budget for opening and marker alone: tokens after which they could not be complete within the
+//    limit are illegal. Budgets and the limit do not affect stop tokens in the free text.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <array>
+#include <climits>
 #include <functional>
 #include <memory>
 #include <numeric>
@@ -43,6 +49,8 @@ namespace nb = nanobind;
 
 namespace graft::guide {
 namespace {
+
+constexpr int32_t kUnreachable = INT32_MAX / 4;
 
 bool is_space(char byte) noexcept {
   return byte == ' ' || byte == '\t' || byte == '\n' || byte == '\r';
@@ -109,6 +117,19 @@ class Marker {
   };
   const std::vector<Space>& spaces() const noexcept { return spaces_; }
   int32_t max_skipped() const noexcept { return max_skipped_; }
+  // Returns the number of tokens that complete the marker after `state` of the scanner.
+  int32_t distance(int32_t state) const noexcept { return distances_[static_cast<size_t>(state)]; }
+  // Returns the number of tokens that complete opening and marker after `state` of opening_step().
+  int32_t opening_distance(int32_t state) const noexcept {
+    return opening_distances_[static_cast<size_t>(state)] + distances_[0];
+  }
+  // Maximum of distance(), and maximum of the distances of opening and marker, over all states.
+  int32_t max_distance() const noexcept { return max_distance_; }
+  int32_t max_opening_distance() const noexcept { return max_opening_distance_; }
+  // Whether tokens of the vocabulary spell every end of opening and marker.
+  bool is_spelled() const noexcept {
+    return std::max(max_distance_, max_opening_distance_) < kUnreachable;
+  }
   bool has_opening() const { return !opening_.empty() || !opening_ids_.empty(); }
   // Maximum number of tokens for which opening_step() can return kPartial.
   size_t max_opening_tokens() const {
@@ -121,6 +142,7 @@ class Marker {
  private:
   void make_rows();
   void make_opening_rows();
+  std::vector<int32_t> spelling_distances(const std::string& text) const;
   int32_t next(int32_t state, unsigned char byte) const noexcept;
   Step scan(int32_t state, const char* bytes, size_t size) const noexcept;
   size_t text_size(int32_t token) const noexcept {
@@ -154,6 +176,10 @@ class Marker {
   // Results of opening_row() and opening_illegal(), by state of opening_step(). A state up to
   // `max_space_` is the number of white-space characters read so far. In state max_space_ + n, n
   // bytes of the opening text have been read.
+  std::vector<int32_t> distances_;          // results of distance()
+  std::vector<int32_t> opening_distances_;  // by state of opening_step(): tokens of the opening
+  int32_t max_distance_ = 0;
+  int32_t max_opening_distance_ = 0;
   std::vector<std::vector<int32_t>> opening_rows_;
   std::vector<std::vector<int32_t>> opening_illegal_;
 };
@@ -194,7 +220,18 @@ Marker::Marker(const std::vector<int32_t>& ids, const std::string& text,
     ++border;
   }
   make_rows();
-  if (has_opening()) make_opening_rows();
+  distances_ = ids_.empty() ? spelling_distances(text_)
+                            : std::vector<int32_t>(std::max<size_t>(text_.size(), 1), 1);
+  max_distance_ = *std::max_element(distances_.begin(), distances_.end());
+  if (has_opening()) {
+    make_opening_rows();
+    std::vector<int32_t> spelling = spelling_distances(opening_);
+    if (!opening_ids_.empty()) spelling.front() = 1;
+    opening_distances_.assign(static_cast<size_t>(max_space_), spelling.front());
+    opening_distances_.insert(opening_distances_.end(), spelling.begin(), spelling.end());
+    const int32_t most = *std::max_element(spelling.begin(), spelling.end());
+    max_opening_distance_ = std::max(max_distance_, most + distances_.front());
+  }
   for (size_t token = 0; token < tokens_.size(); ++token) {
     const std::string& bytes = tokens_[token];
     const size_t size = bytes.size();
@@ -247,6 +284,27 @@ void Marker::make_opening_rows() {
           static_cast<int32_t>(1u << (token & 31));
     }
   }
+}
+
+// Returns the number of tokens that spell the end of a text, by the index of its first byte;
+// kUnreachable if the tokens of the vocabulary cannot spell it.
+std::vector<int32_t> Marker::spelling_distances(const std::string& text) const {
+  std::vector<std::vector<size_t>> sizes(text.size());  // sizes of the tokens that begin at a byte
+  for (const std::string& token : tokens_) {
+    if (token.empty() || token.size() > text.size()) continue;
+    for (size_t at = text.find(token); at != std::string::npos; at = text.find(token, at + 1)) {
+      sizes[at].push_back(token.size());
+    }
+  }
+  std::vector<int32_t> distances(text.size() + 1, kUnreachable);
+  distances.back() = 0;
+  for (size_t at = text.size(); at-- > 0;) {
+    for (const size_t size : sizes[at]) {
+      distances[at] = std::min(distances[at], 1 + distances[at + size]);
+    }
+  }
+  if (!text.empty()) distances.pop_back();
+  return distances;
 }
 
 Marker::OpeningStep Marker::opening_step(int32_t state, int32_t token) const noexcept {
@@ -310,12 +368,25 @@ const int32_t* Marker::row(int32_t state) const noexcept {
 class MarkedMatcher final : public NativeMatcher {
  public:
   // `inner` is the matcher of the grammar, at its start. It is borrowed: the caller keeps it alive.
+  // If there is free text, opening and marker are complete within the first `max_free_tokens`
+  // tokens; kNoBudget: no limit. Throws std::invalid_argument if they need more tokens.
   MarkedMatcher(NativeMatcher* inner, std::shared_ptr<const Marker> marker,
-                const std::vector<int32_t>& stop_ids)
+                const std::vector<int32_t>& stop_ids, int32_t max_free_tokens)
       : inner_(inner),
         marker_(std::move(marker)),
         stop_ids_(stop_ids),
+        max_free_tokens_(max_free_tokens),
         may_open_(marker_->has_opening()) {
+    const int32_t needed = may_open_ ? marker_->opening_distance(0) : marker_->distance(0);
+    const bool spelled = marker_->is_spelled();
+    if (max_free_tokens != kNoBudget && (!spelled || needed > max_free_tokens)) {
+      throw std::invalid_argument(spelled ? "the marker needs at least " + std::to_string(needed) +
+                                                " tokens"
+                                          : "the tokens of the vocabulary do not spell the marker");
+    }
+    ErrorText error;
+    if (spelled) answer_distance_ = inner_->distance(&error);
+    if (may_open_ && answer_distance_ != kUnknownDistance) avoids_opening_ = avoids_opening();
     if (may_open_) opening_tokens_.reserve(marker_->max_opening_tokens());
     skipped_.reserve(static_cast<size_t>(marker_->max_skipped()));
     for (const int32_t stop : stop_ids) {
@@ -346,7 +417,7 @@ class MarkedMatcher final : public NativeMatcher {
       return Outcome::kYes;
     }
     const Marker::Step step = marker_->step(state_, token);
-    if (!step.legal) return Outcome::kNo;
+    if (!step.legal || distance_after(step) > free_tokens_left() - 1) return Outcome::kNo;
     push();
     state_ = step.state;
     started_ = step.found;
@@ -365,17 +436,19 @@ class MarkedMatcher final : public NativeMatcher {
     if (may_open_) return fill_opening(row, words, budget, error);
     if (started_) {
       const Filled filled = inner_->fill(row, words, budget, error);
-      if (filled != Filled::kMask || num_grammar_tokens_ > 0) return filled;
-      for (const Marker::Space& space : marker_->spaces()) {
-        if (space.size > space_left()) continue;
-        row[space.token >> 5] |= static_cast<int32_t>(1u << (space.token & 31));
-      }
-      return filled;
+      const bool written = filled == Filled::kMask || filled == Filled::kNarrowed;
+      return written && num_grammar_tokens_ == 0 ? add_spaces(row, budget, filled, error) : filled;
     }
     const int32_t* legal = marker_->row(state_);
-    if (legal == nullptr) return Filled::kFree;
+    const int32_t max_next = max_distance_after(budget);
+    const bool narrows = max_next < marker_->max_distance();
+    if (legal == nullptr && !narrows) return Filled::kFree;
     if (!has_size(words, error)) return Filled::kFailed;
-    std::copy(legal, legal + words, row);
+    if (legal != nullptr) {
+      std::copy(legal, legal + words, row);
+    } else {
+      allow_all(row, words);
+    }
     for (const int32_t stop : stop_ids_) {
       const int32_t bit = static_cast<int32_t>(1u << (stop & 31));
       if (marker_->required()) {
@@ -384,7 +457,19 @@ class MarkedMatcher final : public NativeMatcher {
         row[stop >> 5] |= bit;
       }
     }
-    return Filled::kMask;
+    return narrows ? narrow(row, words, max_next) : Filled::kMask;
+  }
+
+  int32_t distance(ErrorText* error) noexcept override {
+    if (started_) return inner_->distance(error);
+    if (stopped_) return 0;
+    if (answer_distance_ == kUnknownDistance) return kUnknownDistance;
+    if (!may_open_) return marker_->distance(state_) + answer_distance_;
+    const int32_t opened = marker_->opening_distance(state_) + answer_distance_;
+    // If the grammar cannot begin with a token of the opening, its shortest text is another way to
+    // complete the output.
+    const bool both = avoids_opening_ && opening_tokens_.empty();
+    return both ? std::min(opened, answer_distance_) : opened;
   }
 
   Outcome rollback(int32_t tokens, ErrorText* error) noexcept override {
@@ -440,6 +525,7 @@ class MarkedMatcher final : public NativeMatcher {
     Marker::OpeningStep step{Marker::Opening::kNone, 0, false};
     if (!is_stop(token)) step = marker_->opening_step(state_, token);
     if (step.result == Marker::Opening::kIllegal) return Outcome::kNo;
+    if (distance_after(step) > free_tokens_left() - 1) return Outcome::kNo;
     if (step.result == Marker::Opening::kComplete) {
       const Outcome outcome = inner_->rollback(static_cast<int32_t>(in_grammar_), error);
       if (outcome == Outcome::kFailed) return outcome;
@@ -477,20 +563,125 @@ class MarkedMatcher final : public NativeMatcher {
     if (!has_size(words, error)) return Filled::kFailed;
     const int32_t* opening = marker_->opening_row(state_);
     const std::vector<int32_t>& illegal = marker_->opening_illegal(state_);
+    const int32_t max_next = max_distance_after(budget);
+    const bool narrows = max_next < marker_->max_opening_distance();
+    Filled filled = Filled::kMask;
     if (in_grammar_ < opening_tokens_.size()) {
       std::copy(opening, opening + words, row);
-      return Filled::kMask;
+    } else {
+      filled = inner_->fill(row, words, budget, error);
+      if (filled == Filled::kFailed) return filled;
+      if (filled == Filled::kFree && illegal.empty() && !narrows) return filled;
+      if (filled == Filled::kFree) {
+        allow_all(row, words);
+        filled = Filled::kMask;
+      }
+      for (int64_t w = 0; w < words; ++w) row[w] |= opening[w];
+      for (const int32_t token : illegal) clear(row, token);
     }
-    const Filled filled = inner_->fill(row, words, budget, error);
-    if (filled == Filled::kFailed || (filled == Filled::kFree && illegal.empty())) return filled;
-    if (filled == Filled::kFree) {
-      std::fill(row, row + words, -1);
-      row[words - 1] = last_word_bits(marker_->vocab_size());
+    if (narrows && narrow_opening(row, words, max_next) == Filled::kNarrowed) {
+      filled = Filled::kNarrowed;
     }
-    for (int64_t w = 0; w < words; ++w) row[w] |= opening[w];
-    for (const int32_t token : illegal)
-      row[token >> 5] &= static_cast<int32_t>(~(1u << (token & 31)));
-    return Filled::kMask;
+    return filled;
+  }
+
+  // Number of tokens that may still be written until opening and marker are complete.
+  int32_t free_tokens_left() const noexcept {
+    if (max_free_tokens_ == kNoBudget) return kNoBudget;
+    return max_free_tokens_ - static_cast<int32_t>(num_free_tokens_) -
+           static_cast<int32_t>(opening_tokens_.size());
+  }
+  // Returns the maximum number of tokens that opening and marker may need after the next token.
+  int32_t max_distance_after(int32_t budget) const noexcept {
+    const bool closes = budget != kNoBudget && answer_distance_ != kUnknownDistance;
+    return std::min(free_tokens_left() - 1, closes ? budget - 1 - answer_distance_ : kNoBudget);
+  }
+  // Return the number of tokens that opening and marker need after a token of the free text.
+  int32_t distance_after(const Marker::Step& step) const noexcept {
+    return step.found ? 0 : marker_->distance(step.state);
+  }
+  int32_t distance_after(const Marker::OpeningStep& step) const noexcept {
+    if (step.found || step.result == Marker::Opening::kNone) return 0;
+    const bool partial = step.result == Marker::Opening::kPartial;
+    return partial ? marker_->opening_distance(step.state) : marker_->distance(step.state);
+  }
+
+  // Removes from the row of the free text the tokens after which the marker needs more than
+  // `max_next` tokens.
+  Filled narrow(int32_t* row, int64_t words, int32_t max_next) const noexcept {
+    return remove_if(row, words, [&](int32_t token) {
+      return distance_after(marker_->step(state_, token)) > max_next;
+    });
+  }
+  // Does the same for the row of the opening.
+  Filled narrow_opening(int32_t* row, int64_t words, int32_t max_next) const noexcept {
+    return remove_if(row, words, [&](int32_t token) {
+      const Marker::OpeningStep step = marker_->opening_step(state_, token);
+      return step.result != Marker::Opening::kNone && distance_after(step) > max_next;
+    });
+  }
+  // Removes tokens from a row, but no stop tokens. Returns kNarrowed if a token was removed.
+  template <class Predicate>
+  Filled remove_if(int32_t* row, int64_t words, Predicate removes) const noexcept {
+    Filled filled = Filled::kMask;
+    for (int64_t w = 0; w < words; ++w) {
+      for (uint32_t bits = static_cast<uint32_t>(row[w]); bits != 0; bits &= bits - 1) {
+        const auto token = static_cast<int32_t>(w * 32 + __builtin_ctz(bits));
+        if (is_stop(token) || !removes(token)) continue;
+        clear(row, token);
+        filled = Filled::kNarrowed;
+      }
+    }
+    return filled;
+  }
+
+  // Adds the white space that may precede the grammar's first token to the row of this token.
+  // `filled` is the result of the grammar's matcher, which has written the row.
+  Filled add_spaces(int32_t* row, int32_t budget, Filled filled, ErrorText* error) noexcept {
+    const bool closes = budget != kNoBudget && answer_distance_ != kUnknownDistance;
+    for (const Marker::Space& space : marker_->spaces()) {
+      if (space.size > space_left()) continue;
+      if (closes) {
+        // If the grammar accepts the token, the token begins the grammar's text, and the row
+        // already says whether the budget allows it.
+        const Outcome begins = inner_->accept(space.token, error);
+        if (begins == Outcome::kFailed) return Filled::kFailed;
+        if (begins == Outcome::kYes) {
+          if (inner_->rollback(1, error) == Outcome::kFailed) return Filled::kFailed;
+          continue;
+        }
+        if (answer_distance_ > budget - 1) {
+          filled = Filled::kNarrowed;
+          continue;
+        }
+      }
+      row[space.token >> 5] |= static_cast<int32_t>(1u << (space.token & 31));
+    }
+    return filled;
+  }
+
+  // Returns whether no text of the grammar begins with a token that can belong to the opening.
+  bool avoids_opening() const {
+    std::vector<int32_t> row(static_cast<size_t>(marker_->words()));
+    ErrorText error;
+    const Filled filled = inner_->fill(row.data(), marker_->words(), kNoBudget, &error);
+    if (filled != Filled::kMask) return false;
+    const int32_t* opening = marker_->opening_row(0);
+    for (size_t w = 0; w < row.size(); ++w) {
+      if ((row[w] & opening[w]) != 0) return false;
+    }
+    const std::vector<int32_t>& illegal = marker_->opening_illegal(0);
+    return std::none_of(illegal.begin(), illegal.end(), [&](int32_t token) {
+      return ((row[static_cast<size_t>(token >> 5)] >> (token & 31)) & 1) != 0;
+    });
+  }
+
+  void allow_all(int32_t* row, int64_t words) const noexcept {
+    std::fill(row, row + words, -1);
+    row[words - 1] = last_word_bits(marker_->vocab_size());
+  }
+  static void clear(int32_t* row, int32_t token) noexcept {
+    row[token >> 5] &= static_cast<int32_t>(~(1u << (token & 31)));
   }
 
   // Undoes the last `count` of `opening_tokens_`. The output must not have any tokens after them.
@@ -536,6 +727,9 @@ class MarkedMatcher final : public NativeMatcher {
   NativeMatcher* inner_;
   std::shared_ptr<const Marker> marker_;
   std::vector<int32_t> stop_ids_;
+  const int32_t max_free_tokens_;
+  int32_t answer_distance_ = kUnknownDistance;  // distance of the grammar's start
+  bool avoids_opening_ = false;                 // result of avoids_opening()
   std::array<int32_t, kHistory> history_{};  // state of the scanner before each of the last tokens
   int64_t num_free_tokens_ = 0;              // number of tokens of the free text after the opening
   int64_t first_undoable_ = 0;      // index of the first free-text token that can be undone
@@ -573,8 +767,10 @@ void bind_marked(nb::module_& guide) {
           nb::arg("required"), nb::arg("opening_ids"), nb::arg("opening"), nb::arg("max_space"),
           nb::arg("max_skipped"));
   nb::class_<MarkedMatcher, NativeMatcher>(guide, "MarkedMatcher")
-      .def(nb::init<NativeMatcher*, std::shared_ptr<const Marker>, const std::vector<int32_t>&>(),
-           nb::arg("inner"), nb::arg("marker"), nb::arg("stop_ids"), nb::keep_alive<1, 2>());
+      .def(nb::init<NativeMatcher*, std::shared_ptr<const Marker>, const std::vector<int32_t>&,
+                    int32_t>(),
+           nb::arg("inner"), nb::arg("marker"), nb::arg("stop_ids"),
+           nb::arg("max_free_tokens") = kNoBudget, nb::keep_alive<1, 2>());
 }
 
 }  // namespace graft::guide

@@ -30,8 +30,9 @@ namespace graft::guide {
 // Result of a call that may fail inside the backend.
 enum class Outcome { kNo = 0, kYes = 1, kFailed = -1 };
 
-// Result of fill(). kFree: every token is legal, and the row was not written.
-enum class Filled { kMask, kFree, kFailed };
+// Result of fill(). kNarrowed: the row was written, and the budget has excluded at least one legal
+// token from it. kFree: every token is legal, and the row was not written.
+enum class Filled { kMask, kNarrowed, kFree, kFailed };
 
 // Budget of fill() without a limit, and result of distance() if a matcher does not know it or
 // fails.

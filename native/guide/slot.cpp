@@ -23,6 +23,11 @@ void set_row(SlotWork& work, int j, int32_t state) noexcept {
 
 uint64_t bit(int j) noexcept { return uint64_t{1} << (j - 1); }
 
+// Budget of the mask row at the matcher's node.
+int32_t budget_at_node(const SlotWork& work) noexcept {
+  return work.order.budget == kNoBudget ? kNoBudget : work.order.budget - work.accepted;
+}
+
 // Records that the matcher has moved to node j of the draft tree by accepting draft j.
 void enter_node(SlotWork& work, int j) noexcept {
   work.node = j;
@@ -137,6 +142,7 @@ void OrderServer::commit(SlotWork& work) const noexcept {
   work.closed = 0;
   if (!work.terminated) return;
   work.tally[count::terminations] += 1;
+  work.tally[count::closed] += work.narrowed;
   work.ended = true;
   // The text has ended with a stop id, at which the device normally ends the request. But if the
   // device has another set of stop ids for the request, it continues, and waits for mask row 0 of
@@ -372,8 +378,21 @@ bool OrderServer::check_time(SlotWork& work) const noexcept {
   return false;
 }
 
+// Accepts a draft or a candidate for a draft. Returns false, with the matcher unchanged, if the
+// token is illegal or the text could not be complete within the budget after it.
 bool OrderServer::accept(SlotWork& work, int32_t token) const noexcept {
-  return accept_all(work, &token, 1) == 1;
+  if (accept_all(work, &token, 1) != 1) return false;
+  if (fits(work)) return true;
+  if (!work.ended) roll_back(work, 1);
+  return false;
+}
+
+// Returns whether the text can be complete within the budget of the matcher's node.
+bool OrderServer::fits(SlotWork& work) const noexcept {
+  if (work.matcher == nullptr || work.terminated || work.order.budget == kNoBudget) return true;
+  const int32_t distance = work.matcher->distance(&work.error);
+  if (distance == kUnknownDistance && work.error.text[0] != '\0') fail(work);
+  return !work.ended && (distance == kUnknownDistance || distance <= budget_at_node(work));
 }
 
 // Accepts tokens one after the other until one is illegal. Returns the number of accepted tokens.
@@ -404,7 +423,7 @@ void OrderServer::fill_mask(SlotWork& work, int j) const noexcept {
   work.tally[count::fills] += 1;
   int32_t& forced = work.rows.forced[at(j)];
   forced = -1;
-  const Filled filled = work.matcher->fill(words, count, kNoBudget, &work.error);
+  const Filled filled = work.matcher->fill(words, count, budget_at_node(work), &work.error);
   if (filled == Filled::kFailed) {
     fail(work);
     return;
@@ -413,6 +432,10 @@ void OrderServer::fill_mask(SlotWork& work, int j) const noexcept {
     work.tally[count::free_rows] += 1;
     set_row(work, j, ROW_FREE);
     return;
+  }
+  if (filled == Filled::kNarrowed) {
+    work.tally[count::narrowed_rows] += 1;
+    work.narrowed = true;
   }
   int32_t any = 0;
   // Test the words in blocks, because the compiler vectorizes the inner loop.

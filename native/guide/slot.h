@@ -60,7 +60,7 @@ struct Exchange {
   COUNT(rollbacks) COUNT(commits) COUNT(committed_tokens) COUNT(refused_drafts)              \
   COUNT(terminations) COUNT(dead_ends) COUNT(desyncs) COUNT(errors) COUNT(free_rows)         \
   COUNT(probes) COUNT(probe_misses) COUNT(late_rows) COUNT(budget_stalls) COUNT(forced_rows) \
-  COUNT(forced_tokens)
+  COUNT(forced_tokens) COUNT(narrowed_rows) COUNT(closed)
 // clang-format on
 namespace count {
 #define GRAFT_GUIDE_COUNT(name) name,
@@ -133,9 +133,14 @@ enum class Task : int32_t {
 // ids. For kProbeTree, there is one list for each of `candidates` nodes, and for kProbeLattice one
 // for each of `candidates` levels; the lists follow each other. For kProbeLattice, `share` has the
 // probability of each candidate.
+//
+// `budget` is the budget of mask row 0, after the tokens of `commit` (NativeMatcher::fill). The
+// budget of the row after a draft is smaller by the draft's depth. A draft after which the text
+// cannot be complete within the budget counts as illegal.
 struct Order {
   Commit commit;
   Task task = Task::kNone;
+  int32_t budget = kNoBudget;
   int j = 0;
   int drafts = 0;
   std::vector<int32_t> draft;
@@ -153,6 +158,7 @@ struct Assignment {
   bool joined = false;           // whether a request, this or an earlier one, has used the slot
   int32_t epoch = 0;             // epoch of the request, see Request in worker.h
   int32_t position = 0;          // position of the request's last committed token
+  int32_t closing_end = -1;      // see Request in worker.h
   int64_t committed_replay = 0;  // last replay whose commit record was read
   int64_t drafted_replay = 0;    // replay whose drafts follow the last committed token; 0: none
   Commit pending;                // commit that arrived while the slot was busy
@@ -205,6 +211,7 @@ struct SlotWork {
   int node = 0;
   int accepted = 0;
   bool terminated = false;
+  bool narrowed = false;  // whether the budget has excluded legal tokens from a row of the request
   uint64_t closed = 0;
   // Whether the slot gets no more work orders, because its text is complete, no token is legal, or
   // the matcher has failed with `error`.
@@ -259,6 +266,7 @@ class OrderServer {
   bool step_to(SlotWork& work, int j) const noexcept;
   bool accept(SlotWork& work, int32_t token) const noexcept;
   int accept_all(SlotWork& work, const int32_t* tokens, int count) const noexcept;
+  bool fits(SlotWork& work) const noexcept;
   void roll_back(SlotWork& work, int tokens) const noexcept;
   void probe_chain(SlotWork& work) const noexcept;
   void probe_tree(SlotWork& work) const noexcept;

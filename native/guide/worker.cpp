@@ -222,6 +222,9 @@ bool Worker::write_order(Slot& slot, const StepRecord& record) noexcept {
   order.commit.given = pending.given;
   if (pending.given) std::swap(order.commit, pending);
   pending.given = false;
+  const Assignment& assignment = slot.assignment;
+  order.budget = kNoBudget;
+  if (assignment.closing_end >= 0) order.budget = assignment.closing_end - assignment.position - 1;
   if (record.step == Step::kOpen) {
     read_drafts(slot, slot.assignment.drafted_replay);
     order.task = Task::kFillRows;
@@ -361,7 +364,7 @@ void Worker::serve_posted(void* worker, int index) {
 
 void Worker::join(Slot& slot, const Request& request) noexcept {
   SlotWork& work = slot.work;
-  work.ended = work.terminated = false;
+  work.ended = work.terminated = work.narrowed = false;
   stamp_all(slot, ROW_NOT_READY);
   server_.invalidate_rows(work);
   counters_.of[count::joins].add();
@@ -369,6 +372,7 @@ void Worker::join(Slot& slot, const Request& request) noexcept {
   assignment.joined = true;
   assignment.epoch = request.epoch;
   assignment.position = request.position;
+  assignment.closing_end = request.closing_end;
   assignment.committed_replay = replay_ - 1;  // earlier commits belong to the previous request
   assignment.drafted_replay = 0;
   assignment.pending.given = false;

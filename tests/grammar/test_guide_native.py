@@ -121,14 +121,14 @@ def test_guide_internal_error_fails_one_slot(backend):
         exchange.host_ptr, exchange.layout.tobytes(), vocab_size=64, ring=4
     )
     matcher = backend.compile(SPECS["regex"]).matcher()
-    assert worker.publish(1, [(0, 1, 5, matcher.native), (1, 1, 5, None)])
+    assert worker.publish(1, [(0, 1, 5, matcher.native, -1), (1, 1, 5, None, -1)])
     step = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_native.guide.STEP)
     step(worker.record(0, 0))
     assert exchange.stamps[0, 0].tolist() == (ERROR, 1, 5, 0)
     assert exchange.stamps["state"][1, 0] == FREE
     assert worker.counters()["errors"] == 1 and worker.error(0)
     with pytest.raises(IndexError):
-        worker.publish(2, [(2, 1, 5, matcher.native)])
+        worker.publish(2, [(2, 1, 5, matcher.native, -1)])
     with pytest.raises(ValueError, match="not one of an XGrammar matcher"):
         ids = np.zeros(9, np.int32).ctypes.data
         handle = matcher.compiled.native.__chandle__()
