@@ -44,6 +44,18 @@ class Verifier:
         results = out_ring["rows"]
         check_range("words of an output row", results.shape[1], arrays.row_words, arrays.row_words)
         check_range("output rows", results.shape[0], batch, 1 << 16)
+        self.commit(lane, rows)
+        if before_publishing is not None:
+            before_publishing()
+        self._publish_results(lane, rows, out_ring, batch)
+
+    def commit(self, lane: Lane, rows: RowMap) -> None:
+        """Verify the drafts and commit tokens to the slots, without publishing the results.
+
+        The results are written to ``SamplingArrays.results``, a ``RoundRow`` for each batch row.
+        """
+        arrays = self._arrays
+        batch = arrays.check_rows(rows)
         inputs: list[Any] = [
             arrays.vocab_size,
             arrays.draft_vocab.size,
@@ -69,9 +81,6 @@ class Verifier:
             arrays.row_words,
         ]
         lane.kernel(self._verify, (batch, arrays.parts, 1), arrays.block, args, name="verify")
-        if before_publishing is not None:
-            before_publishing()
-        self._publish_results(lane, rows, out_ring, batch)
 
     def _test_by_rejection(self, lane: Lane, rows: RowMap, inputs: list[Any]) -> None:
         """Add the kernel that tests drafts by rejection sampling."""

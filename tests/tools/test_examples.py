@@ -86,6 +86,19 @@ def check_one_round(lines):
     assert lines[-1] == "  QF-5702"
 
 
+def check_verify_drafts(lines):
+    pattern = re.compile(r"(.+): (\[\[.+\]\]), (\d+) of 12 drafts accepted")
+    accepted = {}
+    for line in lines:
+        mode, tokens, count = pattern.fullmatch(line).groups()
+        accepted[mode] = int(count)
+        rows = json.loads(tokens)
+        assert len(rows) == 4 and sum(map(len, rows)) == int(count) + 4
+        assert all(0 <= token < 10 for row in rows for token in row)
+    assert list(accepted) == ["greedy", "rejection", "coupled", "coupled drafts"]
+    assert accepted["rejection"] > accepted["coupled"] < accepted["coupled drafts"]
+
+
 def check_xgrammar_interface(lines):
     assert lines[0] == 'forced start: {"city": "'
     values = [json.loads(line) for line in lines[1:]]
@@ -104,6 +117,7 @@ CHECKS = {
     "matcher_by_hand": check_matcher_by_hand,
     "one_round": check_one_round,
     "own_drafter": check_own_drafter,
+    "verify_drafts": check_verify_drafts,
     "xgrammar_interface": check_xgrammar_interface,
 }
 
