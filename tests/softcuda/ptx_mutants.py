@@ -192,6 +192,8 @@ MUTANTS = [
             ("no fence, and the request is a weak store", "st.weak", ""),
         )
     ),
+    Mutant("mailbox: the answer is polled with weak loads", GRAFT, "ld.relaxed.sys", "ld.weak",
+           MAILBOX.replace("[mailbox]", "[spinkernel]"), "result", ""),
     Mutant("publish_round: no fence, and the stamp is stored without release",
            SAMPLING + "adjust.cu", SYSTEM_FENCE + "  block_sync();\n  if (threadIdx.x == 0) store",
            "  block_sync();\n  if (threadIdx.x == 0) store", PUBLISH, "result", "",

@@ -155,6 +155,7 @@ const Instr* atomic(Warp& w, const Instr* in) {
       if (to >= 0) dst_lanes<T>(w, to)[lane] = old;
     }
   }
+  if ((in->aux & kAcquire) != 0) acquire_loads(w, in->aux);
   if (block.races != nullptr) note_strong_read(w, in, at);
   return in + 1;
 }

@@ -296,6 +296,7 @@ const Instr* barrier(Warp& w, const Instr* in) {
 const Instr* fence(Warp& w, const Instr* in) {
   publish_stores(w, in->aux);
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  acquire_loads(w, in->aux);
   if (w.block->races != nullptr) note_fence(w, in);
   return in + 1;
 }
@@ -310,6 +311,7 @@ const Instr* trap(Warp& w, const Instr* in) {
 }
 const Instr* grid_wait(Warp& w, const Instr* in) {
   w.waited_for_grid = true;
+  acquire_loads(w, kDeviceScope | kSystemScope);
   return in + 1;
 }
 

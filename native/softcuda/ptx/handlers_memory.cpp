@@ -133,7 +133,7 @@ inline const int32_t* element_operands(const Warp& w, const Instr* in) {
   return in->count == 1 ? &in->op[0] : w.block->kernel->operand_pool.data() + in->op[2];
 }
 
-// Whether an access uses the store buffers (stores.cpp).
+// Whether an access uses the store buffers and the loaded values of host memory (stores.cpp).
 template <Space S>
 inline bool uses_stores(const Warp& w, const Instr* in) {
   return (S == Space::global || S == Space::generic) && w.block->stores != nullptr &&
@@ -147,14 +147,17 @@ const Instr* load(Warp& w, const Instr* in) {
   alignas(64) char* at[kLanes];
   if (!resolve<S>(w, in, 1, sizeof(M) * in->count, false, at)) return in;
   const int32_t* to = element_operands(w, in);
-  if (uses_stores<S>(w, in)) forward_stores(w, at, sizeof(M) * in->count);
+  if (uses_stores<S>(w, in)) forward_stores(w, in, at, sizeof(M) * in->count);
   if ((in->aux & kStrong) != 0) {
     for (unsigned k = 0; k < in->count; ++k) {
       store_lanes<D>(w, to[k], [&](unsigned i) {
         return static_cast<D>(load_volatile<M>(at[i] + k * sizeof(M)));
       });
     }
-    if ((in->aux & kAcquire) != 0) __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    if ((in->aux & kAcquire) != 0) {
+      __atomic_thread_fence(__ATOMIC_ACQUIRE);
+      acquire_loads(w, in->aux);
+    }
     if (w.block->races != nullptr) note_strong_read(w, in, at);
     return in + 1;
   }

@@ -361,11 +361,14 @@ bool land_copies(Warp& w, const Instr* in, unsigned groups_left);
 // Store buffers (stores.cpp). publish_stores makes the earlier stores of a warp visible in a scope:
 // 0 for the block, kDeviceScope, or kDeviceScope | kSystemScope.
 void publish_stores(Warp& w, uint32_t scope);
+// Lets the loads of the warp's block that follow an acquire operation of `scope` read newer values.
+void acquire_loads(Warp& w, uint32_t scope);
 // The next functions are called only with SOFTCUDA_PTX_SEED. `at` contains the host address of each
 // active lane's access. forward_stores redirects the addresses of a load to copies that include the
-// values in the buffers. begin_stores redirects the addresses of a store to temporary memory, from
-// which end_stores moves the values to the buffer of the warp.
-void forward_stores(Warp& w, char** at, unsigned bytes);
+// values in the buffers, and of old values of host memory (loads.h). begin_stores redirects the
+// addresses of a store to temporary memory, from which end_stores moves the values to the buffer of
+// the warp.
+void forward_stores(Warp& w, const Instr* in, char** at, unsigned bytes);
 void begin_stores(Warp& w, char** at);
 void end_stores(Warp& w, unsigned bytes);
 // Recursive calls (recursion.cpp). Functions are inlined, and a recursive call jumps back to the

@@ -117,7 +117,7 @@ static bool check_access(Warp& w, const Instr* in, unsigned lane, uint64_t addre
   if (b.counts != nullptr) {
     b.counts->note_global(in, b.sites[in->site], storage, bytes, write);
   }
-  if (b.stores != nullptr) order_stores(w, in, storage, bytes, write);
+  if (b.stores != nullptr) order_accesses(w, in, storage, bytes, write);
   if (!check_preceding(w, in, lane, address, storage, bytes, write)) return false;
   if (b.launch->log != nullptr) b.launch->log->add(storage, bytes, write);
   return b.races == nullptr || note_global(w, in, lane, address, storage, bytes, write);

@@ -110,13 +110,23 @@ void flush_device() {
   device.used.store(false, std::memory_order_release);
 }
 
+// Called after a stored word has left the buffers of its block.
+void note_left_block(BlockStores& stores, uint64_t word, const StoredWord& bytes) {
+  if (!host_can_read(bytes.owner)) return;
+  stores.loads.forget(word);
+  count_host_change();
+}
+
 // Makes a word visible everywhere. Its older values become visible first.
 void flush_word(Warp& w, uint64_t word) {
   BlockStores& stores = *w.block->stores;
   flush_device_word(word);
-  StoredWord bytes;
-  if (stores.block.take(word, &bytes)) write_word(word, bytes);
-  if (stores.warps[w.index].take(word, &bytes)) write_word(word, bytes);
+  for (StoreBuffer* buffer : {&stores.block, &stores.warps[w.index]}) {
+    StoredWord bytes;
+    if (!buffer->take(word, &bytes)) continue;
+    write_word(word, bytes);
+    note_left_block(stores, word, bytes);
+  }
 }
 
 // Makes the stores of a warp, and those stores of its block that it may have read, visible in
@@ -136,6 +146,7 @@ void publish(Warp& w, uint32_t scope) {
       } else {
         write_word(item.first, item.second);
       }
+      note_left_block(stores, item.first, item.second);
     }
     if (!device.words.empty()) {
       keep_owners(b.owners, &device.owners);
@@ -179,6 +190,7 @@ void flush_pending(PendingStores& pending, uint64_t random) {
     write_word(item.first, item.second);
     if (pause != 0 && host_can_read(item.second.owner) && --pause == 0) usleep(100);
   }
+  if (hosts != 0) count_host_change();
   pending.owners.clear();
 }
 
@@ -240,6 +252,14 @@ std::unordered_map<uint64_t, StoredWord> StoreBuffer::take_all() {
   return words;
 }
 
+void load_host_words(uint64_t first, unsigned count, uint64_t* out) {
+  const auto* from = reinterpret_cast<const uint64_t*>(first * 8);
+  DeviceStores& device = device_stores();
+  const WriteLock lock(device.mutex);
+  for (unsigned i = 0; i < count; ++i) out[i] = __atomic_load_n(from + i, __ATOMIC_RELAXED);
+  device.words.read(reinterpret_cast<const char*>(from), count * 8, reinterpret_cast<char*>(out));
+}
+
 // ---- accesses -----------------------------------------------------------------------------------
 
 void begin_block_stores(Block& b) {
@@ -248,6 +268,7 @@ void begin_block_stores(Block& b) {
   static thread_local BlockStores& stores = *new BlockStores;
   for (StoreBuffer& warp : stores.warps) warp.clear();
   stores.block.clear();
+  stores.loads.clear();
   stores.delay = false;
   b.stores = &stores;
 }
@@ -281,10 +302,13 @@ void publish_stores(Warp& w, uint32_t scope) {
   if (w.block->stores != nullptr) publish(w, scope);
 }
 
-void order_stores(Warp& w, const Instr* in, char* storage, unsigned bytes, bool write) {
+void order_accesses(Warp& w, const Instr* in, char* storage, unsigned bytes, bool write) {
   if ((in->aux & kBuffered) != 0) return;
+  HostLoads& loads = w.block->stores->loads;
+  if (w.block->sites[in->site].host) loads.load_around(storage);
   for (uint64_t word = word_at(storage); word <= word_at(storage + bytes - 1); ++word) {
     flush_word(w, word);
+    loads.forget(word);
   }
   if (!write || (in->aux & kStrong) == 0) return;
   const Memory* owner = owner_of(*w.block, storage);
@@ -315,27 +339,32 @@ void age_stores(Warp& w) {
   flush_pending(pending, 0);
 }
 
-void forward_stores(Warp& w, char** at, unsigned bytes) {
+void forward_stores(Warp& w, const Instr* in, char** at, unsigned bytes) {
   Block& b = *w.block;
   BlockStores& stores = *b.stores;
   const StoreBuffer& own = stores.warps[w.index];
-  DeviceStores& device = device_stores();
-  const bool device_used = device.used.load(std::memory_order_acquire);
-  if (own.empty() && stores.block.empty() && !device_used) return;
+  const bool unused =
+      own.empty() && stores.block.empty() && !device_stores().used.load(std::memory_order_acquire);
+  if (unused && !b.sites[in->site].host) return;
   for (uint32_t left = w.mask; left != 0; left &= left - 1) {
     const auto lane = static_cast<unsigned>(__builtin_ctz(left));
     if (!is_global(b, at[lane])) continue;
     char* to = stores.values[lane];
-    std::memcpy(to, at[lane], bytes);
-    bool any = false;
-    if (device_used) {
-      std::lock_guard<std::mutex> lock(device.mutex);
-      any = device.words.read(at[lane], bytes, to);
+    const Memory* owner = owner_of(b, at[lane]);
+    bool any = owner != nullptr && host_can_read(owner);
+    if (any) {
+      stores.loads.read(at[lane], bytes, to);
+    } else {
+      std::memcpy(to, at[lane], bytes);
     }
     any = stores.block.read(at[lane], bytes, to) || any;
     any = own.read(at[lane], bytes, to) || any;
     if (any) at[lane] = to;
   }
+}
+
+void acquire_loads(Warp& w, uint32_t scope) {
+  if (w.block->stores != nullptr) w.block->stores->loads.acquire(scope);
 }
 
 void begin_stores(Warp& w, char** at) {

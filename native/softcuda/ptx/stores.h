@@ -8,6 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "loads.h"
 #include "program.h"
 
 namespace softcuda {
@@ -49,6 +50,7 @@ class StoreBuffer {
 struct BlockStores {
   StoreBuffer warps[kLanes];  // visible to one warp
   StoreBuffer block;          // visible to the block
+  HostLoads loads;
   // The store that is being executed: the host address and the value of each lane. A load that
   // reads from the buffers also uses `values`.
   char* targets[kLanes];
@@ -70,9 +72,13 @@ void begin_block_stores(Block& b);
 void end_block_stores(Block& b);
 // Makes all stores visible at the end of a launch.
 void end_launch_stores(LaunchState& launch);
+// Loads `count` aligned 8-byte words of host memory from host address `first` * 8 on, with the
+// values in the device's buffer.
+void load_host_words(uint64_t first, unsigned count, uint64_t* out);
 // Called before each access to global memory. Does nothing for weak loads and stores, which use the
-// buffers. Before any other access, writes the buffered values of the accessed words to memory.
-void order_stores(Warp& w, const Instr* in, char* storage, unsigned bytes, bool write);
+// buffers and HostLoads. Before any other access, writes the buffered values of the accessed words
+// to memory, and lets the access read memory.
+void order_accesses(Warp& w, const Instr* in, char* storage, unsigned bytes, bool write);
 // Called when a warp has run and the next warp takes its turn. Makes random words of the buffers
 // visible in some of the calls.
 void age_stores(Warp& w);
