@@ -105,6 +105,11 @@ def check_compiler() -> Finding:
     return Finding("compiler", "ok", done.stdout.splitlines()[0])
 
 
+def is_wsl() -> bool:
+    """Return whether this is the Windows Subsystem for Linux."""
+    return "microsoft" in platform.release().lower()
+
+
 def check_driver() -> Finding:
     """Query NVIDIA's driver in a child process, so that this process cannot hang or crash."""
     properties, error = chooser.probe_cuda()
@@ -117,9 +122,17 @@ def check_driver() -> Finding:
             "nvidia driver",
             "absent",
             detail + error,
-            "graft uses the soft device; install NVIDIA's driver to use a GPU",
+            "graft uses the soft device; install NVIDIA's driver "
+            + ("for Windows (not in WSL2) " if is_wsl() else "")
+            + "to use a GPU",
         )
-    return Finding("nvidia driver", "ok", detail + ", ".join(properties["devices"]))
+    detail += ", ".join(properties["devices"])
+    if is_wsl():
+        detail += (
+            "; on WSL2, a kernel's stores to host memory may reach the host late: the engine "
+            "queries its stream every millisecond while it waits for a round"
+        )
+    return Finding("nvidia driver", "ok", detail)
 
 
 def check_device() -> Finding:

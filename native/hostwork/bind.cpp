@@ -165,7 +165,7 @@ void bind_exec(nb::module_& m) {
             PyObject* replaced = nullptr;
             {
               const GilRelease release;
-              replaced = self.set_payload(*cell, reference, address);
+              replaced = self.set_payload(cell, reference, address);
             }
             Py_XDECREF(replaced);
           },

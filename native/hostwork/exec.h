@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <utility>
+#include <vector>
 
 #include "hostwork/driver.h"
 #include "hostwork/reaper.h"
@@ -45,7 +46,7 @@ class ExecRelease final : public Reapable {
 };
 
 // An executable graph. The driver does not synchronize calls on graph objects, so one mutex per
-// executable serializes them. The mutex is locked without the GIL and never held while acquiring
+// executable serializes them. Its mutexes are locked without the GIL and never held while acquiring
 // the GIL.
 class Exec {
  public:
@@ -62,40 +63,27 @@ class Exec {
   Exec(const Exec&) = delete;
   Exec& operator=(const Exec&) = delete;
 
+  // Closes the executable. During a launch call, it is closed after the call has returned.
   void close() {
+    {
+      const std::lock_guard<std::mutex> lock(launch_mutex_);
+      closed_ = true;
+      if (launching_) return;
+    }
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (release_ != nullptr && record_failure_ == kSuccess) release_->event = std::move(event_);
-    release_.reset();
+    release();
   }
 
   Outcome launch(std::uint64_t stream) {
-    constexpr unsigned kDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (release_ == nullptr) return {kClosed, "cuGraphLaunch"};
-    if (event_in_use_) {
-      Handle fresh = nullptr;
-      const Result result = driver().event_create(&fresh, kDisableTiming);
-      if (result != kSuccess) return {result, "cuEventCreate"};
-      event_ =
-          std::make_shared<Resource>(ResourceKind::kEvent, reinterpret_cast<std::uint64_t>(fresh));
-      event_in_use_ = false;
-    }
-    const Handle target = reinterpret_cast<Handle>(stream);
-    // Wake workers and watchdog before the call: the call may not return before the replay has
-    // ended, and the replay may wait for a worker's answer (INVARIANTS.md M7).
-    state_->announce_launch();
-    const Result result = driver().graph_launch(exec_, target);
-    if (result != kSuccess) {
-      state_->cancel_launch();
-      return {result, "cuGraphLaunch"};
-    }
-    ++launches_;
-    state_->confirm_launch();
-    record_failure_ = driver().event_record(event(), target);
-    return {record_failure_, "cuEventRecord"};
+    if (!begin_launch()) return {kClosed, "cuGraphLaunch"};
+    const Outcome outcome = launch_and_record(reinterpret_cast<Handle>(stream));
+    if (end_launch()) release();
+    return outcome;
   }
+  // Host work may call launches(), set_payload() and close() (INVARIANTS.md A5).
   std::int64_t launches() {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(launch_mutex_);
     return launches_;
   }
   // Returns kSuccess if no launch is in flight, and kNotReady otherwise. If the event of the last
@@ -159,9 +147,11 @@ class Exec {
   }
   // Sets the value of a payload for later launches. Steals the reference to `value`. Returns the
   // replaced value, which the caller then owns, or null; see PayloadCell::set().
-  [[nodiscard]] PyObject* set_payload(PayloadCell& cell, PyObject* value, std::uint64_t address) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return cell.set(launches_ + 1, value, address);
+  [[nodiscard]] PyObject* set_payload(const std::shared_ptr<PayloadCell>& cell, PyObject* value,
+                                      std::uint64_t address) {
+    const std::lock_guard<std::mutex> lock(launch_mutex_);
+    if (launching_) set_while_launching_.push_back(cell);
+    return cell->set(launches_ + (launching_ ? 2 : 1), value, address);
   }
   std::uint64_t handle() const { return reinterpret_cast<std::uint64_t>(exec_); }
 
@@ -172,8 +162,57 @@ class Exec {
     return {release_ == nullptr ? kClosed : call(), name};
   }
   Handle event() const { return reinterpret_cast<Handle>(event_->handle()); }
-  // Sets the state that counts the launches from now on. The caller must hold the mutex, except for
-  // the constructor.
+
+  // The caller of the following functions must hold `mutex_`.
+
+  // Returns false if the executable is closed.
+  bool begin_launch() {
+    const std::lock_guard<std::mutex> lock(launch_mutex_);
+    launching_ = !closed_;
+    return launching_;
+  }
+  Outcome launch_and_record(Handle stream) {
+    constexpr unsigned kDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
+    if (event_in_use_) {
+      Handle fresh = nullptr;
+      const Result result = driver().event_create(&fresh, kDisableTiming);
+      if (result != kSuccess) return {result, "cuEventCreate"};
+      event_ =
+          std::make_shared<Resource>(ResourceKind::kEvent, reinterpret_cast<std::uint64_t>(fresh));
+      event_in_use_ = false;
+    }
+    // Wake workers and watchdog before the call: the call may not return before the replay has
+    // ended, and the replay may wait for a worker's answer (INVARIANTS.md M7).
+    state_->announce_launch();
+    const Result result = driver().graph_launch(exec_, stream);
+    if (result != kSuccess) {
+      state_->cancel_launch();
+      return {result, "cuGraphLaunch"};
+    }
+    {
+      const std::lock_guard<std::mutex> lock(launch_mutex_);
+      ++launches_;
+      launching_ = false;
+    }
+    state_->confirm_launch();
+    record_failure_ = driver().event_record(event(), stream);
+    return {record_failure_, "cuEventRecord"};
+  }
+  // Returns whether the executable must be closed.
+  bool end_launch() {
+    const std::lock_guard<std::mutex> lock(launch_mutex_);
+    if (launching_) {  // the driver has refused the launch
+      for (const auto& cell : set_while_launching_) cell->bring_forward(launches_ + 1);
+    }
+    set_while_launching_.clear();
+    launching_ = false;
+    return closed_;
+  }
+  void release() {
+    if (release_ != nullptr && record_failure_ == kSuccess) release_->event = std::move(event_);
+    release_.reset();
+  }
+  // Sets the state that counts the launches from now on. The constructor need not hold the mutex.
   void use_state(std::shared_ptr<GraphState> state) {
     // A host step counts its runs under all executables of its graph. Adding the base to the count
     // yields the number of the replay in this executable.
@@ -182,13 +221,19 @@ class Exec {
   }
 
   std::mutex mutex_;
+  // Guards the next four members and the order of payload values. It is never held during a driver
+  // call, and may be locked while `mutex_` is held.
+  std::mutex launch_mutex_;
+  std::int64_t launches_ = 0;
+  bool launching_ = false;  // whether a launch call is in progress
+  bool closed_ = false;
+  std::vector<std::shared_ptr<PayloadCell>> set_while_launching_;
   const Handle exec_;
   std::unique_ptr<ExecRelease, Retire> release_;  // null after close()
   std::shared_ptr<Resource> event_;   // event recorded after the last launch; null after close()
   bool event_in_use_ = false;         // whether a thread may be waiting for `event_`
   Result record_failure_ = kSuccess;  // result of recording the event of the last launch
   std::shared_ptr<GraphState> state_;
-  std::int64_t launches_ = 0;
 };
 
 }  // namespace graft::hostwork

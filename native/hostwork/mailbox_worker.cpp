@@ -37,6 +37,10 @@ using Core = Worker::Core;
 // sleep.
 constexpr unsigned long kTimerSlackNs = 1000;
 
+// Interval at which a worker that waits for a request has the device checked for a fault. After a
+// fault, the request never comes.
+constexpr std::int64_t kCheckDeviceNs = 100'000'000;
+
 // Sets the name, scheduling and core affinity of the calling thread.
 void configure_thread(Core& core) {
   pthread_setname_np(pthread_self(), core.options.name.substr(0, 15).c_str());
@@ -88,6 +92,7 @@ void run_worker(const std::shared_ptr<Core>& shared) {
   std::vector<std::shared_ptr<Port>> ports;
   std::uint64_t version = 0;
   std::int64_t idle_since = monotonic_ns();
+  std::int64_t device_checked = idle_since;
   while (true) {
     const std::uint64_t wakeups = core.wakeups.load();
     if (version != core.version.load() && !update_ports(core, &ports, &version)) return;
@@ -100,6 +105,11 @@ void run_worker(const std::shared_ptr<Core>& shared) {
     if (any) {
       idle_since = monotonic_ns();
     } else if (expecting) {
+      const std::int64_t now = monotonic_ns();
+      if (now - std::max(idle_since, device_checked) >= kCheckDeviceNs) {
+        check_device();
+        device_checked = now;
+      }
       pause_polling(core.options, idle_since);
     } else {
       park(core, wakeups);

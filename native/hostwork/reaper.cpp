@@ -11,6 +11,7 @@
 
 #include "hostwork/driver.h"
 #include "hostwork/gate.h"
+#include "hostwork/mailbox.h"
 
 namespace graft::hostwork {
 
@@ -23,10 +24,6 @@ constexpr long kPollNs = 200'000;
 // other driver calls wait too. Memory is therefore freed when the streams are idle, but at the
 // latest after this time, because the streams of a busy program may never be idle.
 constexpr std::chrono::milliseconds kMaxDeferral{500};
-// While a stream is capturing, the driver does not tell whether earlier work on the stream has
-// ended. A capture that never ends must not hold back memory for ever. After this time, the reaper
-// therefore assumes that the work from before the release has ended on such a stream.
-constexpr std::chrono::seconds kMaxCaptureDeferral{30};
 
 // Tells the reaper about a new stream. The creator of the stream pushes this object to the reaper's
 // list. The reaper handles the list in order, so it knows the stream before it frees memory that
@@ -62,7 +59,10 @@ class StreamFences {
       if (recorded_now) {
         const Recording recording = record(fence);
         fence.unknown = recording == Recording::kImpossible;
-        if (recording == Recording::kFaulted) fence.ended = period_;
+        if (recording == Recording::kFaulted) {
+          fence.ended = period_;
+          faulted_ = true;
+        }
         idle = idle && !fence.unknown;
         if (recording != Recording::kDone) continue;
       }
@@ -72,6 +72,7 @@ class StreamFences {
       while (recorded_now && result == kNotReady && std::chrono::steady_clock::now() < end)
         result = driver().event_query(fence.event);
       fence.pending = result == kNotReady;
+      faulted_ = faulted_ || is_context_fault(result);
       if (result == kSuccess || is_context_fault(result)) {
         fence.ended = fence.recorded;
       } else {
@@ -86,14 +87,13 @@ class StreamFences {
     return std::any_of(streams_.begin(), streams_.end(),
                        [](const Fence& fence) { return fence.unknown; });
   }
+  // Returns whether update() has found a fault of the context.
+  bool faulted() const { return faulted_; }
   // Returns the number of the latest period of which the following is known: all work that was
-  // enqueued before this period began has ended, on all streams. If `skip_unknown`, streams whose
-  // event cannot be recorded now are left out.
-  std::uint64_t ended(bool skip_unknown) const {
+  // enqueued before this period began has ended, on all streams.
+  std::uint64_t ended() const {
     std::uint64_t period = period_;
-    for (const Fence& fence : streams_) {
-      if (!(skip_unknown && fence.unknown)) period = std::min(period, fence.ended);
-    }
+    for (const Fence& fence : streams_) period = std::min(period, fence.ended);
     return period;
   }
 
@@ -150,6 +150,7 @@ class StreamFences {
 
   std::vector<Fence> streams_;
   std::uint64_t period_ = 0;
+  bool faulted_ = false;
 };
 
 class Reaper {
@@ -177,6 +178,11 @@ class Reaper {
       if (context != nullptr) driver().ctx_set_current(context);
       drain();
     }
+  }
+
+  void check_device() noexcept {
+    check_device_.store(true);
+    sem_post(&wake_);
   }
 
   std::int64_t pending() const { return pending_.load(); }
@@ -214,13 +220,15 @@ class Reaper {
     Reapable* used = nullptr;  // new items that device work may use
     Reapable* const unused = split(reversed(head_.exchange(nullptr)), &used);
     finish(unused);
+    const bool check = check_device_.exchange(false);
     if (used != nullptr) deferred_.push_back({used, streams_.next_period(), Clock::now()});
-    if (deferred_.empty()) return;
+    if (deferred_.empty() && !check) return;
     const bool idle = !gate_open() || streams_.update();
+    if (streams_.faulted()) abandon_mailboxes();
     while (!deferred_.empty()) {
       const Deferred& first = deferred_.front();
       const auto age = Clock::now() - first.since;
-      const bool ended = !gate_open() || streams_.ended(age >= kMaxCaptureDeferral) >= first.period;
+      const bool ended = !gate_open() || streams_.ended() >= first.period;
       if (!ended || !(idle || age >= kMaxDeferral)) break;
       Reapable* const items = first.items;
       deferred_.pop_front();
@@ -288,6 +296,7 @@ class Reaper {
   StreamFences streams_;
   std::deque<Deferred> deferred_;  // oldest first
   std::atomic<std::uint64_t> blocked_checks_{0};
+  std::atomic<bool> check_device_{false};
 };
 
 namespace {
@@ -314,6 +323,8 @@ bool flush(double timeout_s) {
   }
   return true;
 }
+
+void check_device() noexcept { reaper.check_device(); }
 
 void start_reaper() {
   std::thread([] { reaper.run(); }).detach();

@@ -87,6 +87,11 @@ std::int64_t failed_frees();
 // begun to exit (gate.h).
 bool flush(double timeout_s);
 
+// Lets the reaper query graft's streams. If the context has a fault, it calls abandon_mailboxes().
+// A worker cannot query the streams itself, because a driver call may wait until the device has
+// finished work that waits for the worker. Lock-free; any thread may call it.
+void check_device() noexcept;
+
 // Starts the reaper thread. Called once, after bind_driver().
 void start_reaper();
 

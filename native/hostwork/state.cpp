@@ -189,6 +189,15 @@ PyObject* PayloadCell::set(std::int64_t first, PyObject* value, std::uint64_t ad
   return std::exchange(entries_.back().value->reference, value);
 }
 
+void PayloadCell::bring_forward(std::int64_t first) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (entries_.back().first != first + 1) return;
+  entries_.back().first = first;
+  const std::size_t before = entries_.size() - 2;
+  if (entries_.size() > 1 && entries_[before].first == first)
+    entries_.erase(entries_.begin() + static_cast<std::ptrdiff_t>(before));
+}
+
 PayloadCell::Payload PayloadCell::pick(std::int64_t replay) {
   const std::lock_guard<std::mutex> lock(mutex_);
   while (entries_.size() > 1 && entries_[1].first <= replay) entries_.pop_front();

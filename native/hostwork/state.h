@@ -143,6 +143,10 @@ class PayloadCell : public std::enable_shared_from_this<PayloadCell> {
   // to the reaper, because frequent changes could queue millions of them. Otherwise returns null.
   [[nodiscard]] PyObject* set(std::int64_t first, PyObject* value, std::uint64_t address);
 
+  // Lets the replays from `first` on receive the value that was set for the replays after `first`,
+  // because the launch that would have been replay `first` has failed.
+  void bring_forward(std::int64_t first);
+
   struct Payload {
     PyObject* value;  // borrowed; valid until a later replay calls pick()
     std::uint64_t address;

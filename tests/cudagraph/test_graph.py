@@ -557,3 +557,78 @@ def test_native_work_receives_payload_address(device: Device, stream: Stream) ->
         executable.launch(stream)
     executable.synchronize(60)
     assert seen == [0, 10, 20]
+
+
+BLOCKED = """
+seen = []
+graph = Graph(device, "blocked")
+payload = graph.payload(0, name="payload")
+def work(value):
+    seen.append(value)
+    assert run.launches <= 3
+    run.set_payload(payload, value + 1)
+    if value == 2:
+        run.close()
+graph.lane("main").host(work, payload=payload)
+run = graph.instantiate()
+for _ in range(3):
+    run.launch(stream)
+    stream.synchronize(60)
+print(seen, run)
+"""
+
+
+@pytest.mark.parametrize("blocking", ["0", "1"])
+def test_host_work_may_use_its_own_executable(blocking: str) -> None:
+    """A launch call that returns after the replay holds up no call that host work may make."""
+    done = run_program(BLOCKED, GRAFT_DEVICE="soft", SOFTCUDA_LAUNCH_BLOCKING=blocking)
+    assert done.stdout == "[0, 1, 2] <GraphExec 'blocked' (closed)>\n", done.stderr
+
+
+REFUSED = """
+from cuda.bindings import driver as cu
+from graft.cudagraph.driver import softstats
+seen, started, go = [], threading.Event(), threading.Event()
+graph, busy = Graph(device, "refused"), Graph(device, "busy")
+payload = graph.payload("first", name="payload")
+graph.lane("main").host(seen.append, payload=payload)
+busy.lane("main").host(lambda: (started.set(), go.wait(60)))
+run, other = graph.instantiate(), busy.instantiate()
+run.launch(stream)
+run.set_payload(payload, "second")
+
+# A query invalidates the capture, so that no graph can be launched on this stream.
+captured = device.stream()
+mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+cu.cuStreamBeginCapture(captured.handle, mode)
+cu.cuStreamQuery(captured.handle)
+def launch():
+    try:
+        run.launch(captured)
+    except DeviceError as error:
+        print(error.code_name)
+def launches():
+    return softstats.counters()["calls"].get("cuGraphLaunch", 0)
+# While the host function runs, driver calls wait.
+running = threading.Thread(target=other.launch, args=(stream,))
+running.start()
+started.wait(60)
+before, refused = launches(), threading.Thread(target=launch)
+refused.start()
+while launches() == before: time.sleep(0.001)
+run.set_payload(payload, "third")
+go.set()
+for thread in (refused, running): thread.join(60)
+cu.cuStreamEndCapture(captured.handle)
+for _ in range(2):
+    run.launch(stream)
+    stream.synchronize(60)
+print(seen)
+"""
+
+
+@pytest.mark.overlap
+def test_payload_set_during_refused_launch_is_for_next_launch() -> None:
+    done = run_program(REFUSED, GRAFT_DEVICE="soft", SOFTCUDA_LOCK_MODEL="1")
+    expected = ["CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "['first', 'third', 'third']"]
+    assert done.stdout.splitlines() == expected, done.stderr

@@ -481,6 +481,32 @@ print(worker.native.parked, worker.served)
 """
 
 
+UNNOTICED_FAULT = """
+text = 'extern "C" __global__ void bad(int* p) { for (int i = 0; i < 4096; ++i) p[i] = 1; }'
+bad, go = load_text(device, text, "bad.cu"), threading.Event()
+graph, worker = Graph(device, "faults"), MailboxWorker(wait=sys.argv[1])
+lane = graph.lane("main")
+lane.host(lambda: go.wait(60))
+lane.kernel(bad["bad"], 1, 1, [device.zeros((1,), "int32")])
+lane.mailbox(lambda: None, worker=worker, name="never requested")
+run = graph.instantiate()
+run.launch(stream)
+print(worker.native.parked)
+go.set()
+end = time.monotonic() + 60.0
+while not worker.native.parked and time.monotonic() < end:
+    time.sleep(0.001)
+print(worker.native.parked)
+"""
+
+
+@pytest.mark.parametrize("wait", ["spin", "park"])
+def test_worker_sleeps_after_device_fault_although_host_does_not_call_driver(wait: str) -> None:
+    settings = {"GRAFT_DEVICE": "soft", "SOFTCUDA_LAUNCH_BLOCKING": "0"}
+    done = run_program(UNNOTICED_FAULT, wait, **settings)
+    assert done.stdout.split() == ["False", "True"], done.stderr
+
+
 def test_mailbox_waits_end_after_device_fault():
     """After a kernel fault, synchronize() raises an error and a spinning worker goes to sleep."""
     done = run_program(FAULT, GRAFT_DEVICE="soft")

@@ -10,8 +10,8 @@ from test_ptx import outcome
 pytestmark = pytest.mark.ptx
 
 #: Words of host memory: data at byte 0, a flag of the device at byte 1,024 and the flag of the host
-#: at byte 2,048. After the device has set its flag, the host stores 7 as data and sets its flag. The
-#: kernel stores the data that it sees at byte 3,072. k_1 is device memory.
+#: at byte 2,048. After the device has set its flag, the host stores 7 as data and sets its flag.
+#: The kernel stores the data that it sees at byte 3,072. k_1 is device memory.
 HOST = """
 text = {text!r}
 k = s.cuModuleGetFunction(s.cuModuleLoadData(text.encode() + b"\\0"), b"k")

@@ -91,6 +91,17 @@ def test_doctor_reports_driver_that_hangs(monkeypatch):
     assert finding.status == "absent" and "no answer" in finding.detail
 
 
+@pytest.mark.parametrize(
+    ("release", "wsl"), [("5.15.167.4-microsoft-standard-WSL2", True), ("6.8.0-45-generic", False)]
+)
+def test_doctor_names_wsl2(release, wsl, monkeypatch):
+    monkeypatch.setattr(doctor.platform, "release", lambda: release)
+    monkeypatch.setattr(doctor.chooser, "probe_cuda", lambda: ({"devices": ["a GPU"]}, ""))
+    assert ("on WSL2" in doctor.check_driver().detail) == wsl
+    monkeypatch.setattr(doctor.chooser, "probe_cuda", lambda: ({}, "no driver"))
+    assert ("for Windows" in doctor.check_driver().advice) == wsl
+
+
 #: Program that runs before the test of the GPU's compiler. It makes the soft device compile kernels
 #: as a GPU does. CuPy and NVRTC are replaced by the modules that are inserted.
 SIMULATED_GPU = """
