@@ -8,14 +8,22 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from graft.cudagraph.driver import chooser, softstats
 from graft.cudagraph.driver.context import Context
 from graft.cudagraph.driver.driver import call, cu
-from graft.cudagraph.driver.dtypes import numpy_dtype
-from graft.cudagraph.driver.memory import DeviceArray, PinnedArray, check_shape, from_host, zeros
+from graft.cudagraph.driver.dtypes import dtype_name
+from graft.cudagraph.driver.memory import (
+    DeviceArray,
+    PinnedArray,
+    check_shape,
+    from_host,
+    wrap,
+    zeros,
+)
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.kernels.kernels import KernelModule, load
 from graft.cudagraph.kernels.ptx import soft_device_runs_ptx
@@ -119,16 +127,19 @@ class Device(Context):
         """
         return Event(name, timing=timing)
 
-    def empty(self, shape: int | tuple[int, ...], dtype: str) -> DeviceArray:
-        """Allocate an array with undefined contents."""
-        numpy_dtype(dtype)
-        return DeviceArray(self, check_shape(shape, "empty"), dtype)
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
+        """Allocate an array with undefined contents.
 
-    def zeros(self, shape: int | tuple[int, ...], dtype: str) -> DeviceArray:
+        `dtype` is the name of an element type (see :mod:`graft.cudagraph.driver.dtypes`) or the
+        NumPy dtype of this name.
+        """
+        return DeviceArray(self, check_shape(shape, "empty"), dtype_name(dtype))
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
         """Allocate an array of zeros."""
         return zeros(self, shape, dtype)
 
-    def from_host(self, array: NDArray, dtype: str | None = None) -> DeviceArray:
+    def from_host(self, array: NDArray, dtype: DTypeLike | None = None) -> DeviceArray:
         """Copy a host array to the device.
 
         `dtype` is the element type on the device; default: that of `array`. `array` must have the
@@ -137,10 +148,29 @@ class Device(Context):
         """
         return from_host(self, array, dtype)
 
-    def pinned(self, shape: int | tuple[int, ...], dtype: str) -> PinnedArray:
+    def pinned(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> PinnedArray:
         """Allocate zeroed pinned host memory."""
-        numpy_dtype(dtype)
-        return PinnedArray(self, shape, dtype)
+        return PinnedArray(self, shape, dtype_name(dtype))
+
+    def wrap(self, array: Any) -> DeviceArray | PinnedArray:
+        """Return a view of an array of another library, without a copy.
+
+        The array has `__dlpack__`, `__cuda_array_interface__`, `__array_interface__` or the buffer
+        protocol. The result is a DeviceArray for device and managed memory and a PinnedArray for
+        pinned host memory. It keeps the array alive, and so does every graph that uses the result.
+        Arrays of graft are returned unchanged.
+
+        The call returns after the work that the array is ordered after has finished: the work on
+        the stream in its ``__cuda_array_interface__``, or, with DLPack, the work that the exporter
+        makes other streams wait for. Later work of the other library is not waited for.
+
+        Raises
+        ------
+        ShapeError
+            The object is not an array, or the array is not C-contiguous, empty, read-only, of an
+            unsupported type, in pageable host memory or on another device.
+        """
+        return wrap(self, array)
 
     def load(self, path: str | Path, defines: Mapping[str, object] | None = None) -> KernelModule:
         """Compile and load a kernel source file with the macros `defines`.

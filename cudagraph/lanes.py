@@ -7,14 +7,15 @@ against the protocol :class:`Lane`. :class:`StreamLane` enqueues the work on a s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import numpy as np
 
 from graft.cudagraph.driver.driver import call, cu
 from graft.cudagraph.driver.handles import StreamLike, stream_handle
-from graft.cudagraph.driver.memory import DeviceArray, PinnedArray, Span, check_byte
+from graft.cudagraph.driver.held import hold_foreign
+from graft.cudagraph.driver.memory import DeviceArray, PinnedArray, Span, check_byte, copy_span
 from graft.cudagraph.errors import KernelError, OptionError, ShapeError
 from graft.cudagraph.host.hostwork import (
     HostWork,
@@ -29,7 +30,6 @@ from graft.cudagraph.streams import Event
 
 Dims = int | tuple[int, int, int]
 Triple = tuple[int, int, int]
-Array = DeviceArray | PinnedArray
 
 MAX_THREADS = 1024
 #: Largest grid and block that CUDA accepts, by dimension.
@@ -60,10 +60,14 @@ class Lane(Protocol):
     ) -> None:
         """Launch a kernel with `shared` bytes of dynamic shared memory."""
 
-    def copy(self, dst: Array, src: Array, *, name: str | None = None) -> None:
-        """Copy between device and pinned arrays of the same size in bytes."""
+    def copy(self, dst: Any, src: Any, *, name: str | None = None) -> None:
+        """Copy between arrays of the same size in bytes, of which one is in device memory.
 
-    def fill(self, dst: Array, byte: int = 0, *, name: str | None = None) -> None:
+        The arrays are a DeviceArray, a PinnedArray, or an array of another library that has
+        `__dlpack__`, `__cuda_array_interface__`, `__array_interface__` or the buffer protocol.
+        """
+
+    def fill(self, dst: Any, byte: int = 0, *, name: str | None = None) -> None:
         """Set every byte of an array to `byte`."""
 
     def host(self, work: HostWork, *, name: str | None = None, spin: Spin = False) -> None:
@@ -108,11 +112,11 @@ class StreamLane:
     ) -> None:
         """Launch a kernel."""
         grid, block = check_launch(kernel, grid, block, shared)
-        packed = kernel.pack(args)
+        packed = kernel.pack(args, self.handle)
         kernel.allow_shared(shared)
-        keep_captured(self.handle, packed.owners)
         # `packed` must live until the driver has copied the values.
-        call(
+        self._enqueue(
+            packed.owners,
             cu.cuLaunchKernel,
             kernel.function,
             *grid,
@@ -123,24 +127,34 @@ class StreamLane:
             0,
         )
 
-    def copy(self, dst: Array, src: Array, *, name: str | None = None) -> None:
-        """Copy between device and pinned arrays."""
-        to, source = check_copy(dst, src)
-        stream = self.handle
-        keep_captured(stream, (to.owner, source.owner))
-        if to.pinned:
-            call(cu.cuMemcpyDtoHAsync, to.address, source.address, to.nbytes, stream)
-        elif source.pinned:
-            call(cu.cuMemcpyHtoDAsync, to.address, source.address, to.nbytes, stream)
-        else:
-            call(cu.cuMemcpyDtoDAsync, to.address, source.address, to.nbytes, stream)
+    def copy(self, dst: Any, src: Any, *, name: str | None = None) -> None:
+        """Copy between arrays of the same size in bytes, of which one is in device memory."""
+        to, source = check_copy(dst, src, self.handle)
+        function = cu.cuMemcpyDtoDAsync
+        if to.on_host:
+            function = cu.cuMemcpyDtoHAsync
+        elif source.on_host:
+            function = cu.cuMemcpyHtoDAsync
+        owners = (to.owner, source.owner)
+        self._enqueue(owners, function, to.address, source.address, to.nbytes, self.handle)
 
-    def fill(self, dst: Array, byte: int = 0, *, name: str | None = None) -> None:
+    def fill(self, dst: Any, byte: int = 0, *, name: str | None = None) -> None:
         """Set every byte of an array to `byte`."""
-        address = dst.ptr
-        nbytes = dst.nbytes
-        keep_captured(self.handle, (dst.owner,))
-        call(cu.cuMemsetD8Async, address, check_byte(byte), nbytes, self.handle)
+        value = check_byte(byte)
+        span = fill_span(dst, self.handle)
+        self._enqueue(
+            (span.owner,), cu.cuMemsetD8Async, span.address, value, span.nbytes, self.handle
+        )
+
+    def _enqueue(
+        self, owners: tuple[object, ...], function: Callable[..., tuple], *args: object
+    ) -> None:
+        """Call a function of the driver; keep `owners` alive until its operation has finished."""
+        handle = self.handle
+        is_captured = keep_captured(handle, owners)
+        call(function, *args)
+        if not is_captured:
+            hold_foreign(handle, owners)
 
     def host(self, work: HostWork, *, name: str | None = None, spin: Spin = False) -> None:
         """Enqueue host work. If it fails, the stream's ``synchronize()`` raises HostWorkError."""
@@ -206,26 +220,42 @@ def _triple(kernel: Kernel, label: str, dims: Dims, largest: Triple) -> Triple:
     return int(triple[0]), int(triple[1]), int(triple[2])
 
 
-def check_copy(dst: Array, src: Array) -> tuple[Span, Span]:
+def check_copy(dst: Any, src: Any, stream: int | None = None) -> tuple[Span, Span]:
     """Check the arguments of a copy and return the memory of the destination and of the source.
 
-    Arguments that are not arrays of graft, different sizes in bytes, and copies between two arrays
-    in host memory raise ShapeError.
+    Arguments that are not arrays, different sizes in bytes, and copies between two arrays in host
+    memory raise ShapeError. `stream` is the CUstream of the copy, or None.
     """
-    for label, array in (("destination", dst), ("source", src)):
-        if not isinstance(array, DeviceArray | PinnedArray):
-            raise ShapeError(
-                f"copy {label} must be a DeviceArray or PinnedArray, not {type(array).__name__}"
-            )
-    if dst.nbytes != src.nbytes:
+    to = copy_span(dst, "copy destination", True, stream)
+    source = copy_span(src, "copy source", False, stream)
+    if to.nbytes != source.nbytes:
         raise ShapeError(
-            f"copy source and destination differ in size: {src.nbytes} bytes ({src!r}) and "
-            f"{dst.nbytes} bytes ({dst!r})"
+            f"copy source and destination differ in size: {source.nbytes} bytes "
+            f"({describe_array(src)}) and {to.nbytes} bytes ({describe_array(dst)})"
         )
-    to = dst.span()
-    source = src.span()
-    if to.pinned and source.pinned:
+    if to.on_host and source.on_host:
         raise ShapeError(
-            f"{src!r} and {dst!r} are both in host memory: copy them in a host step instead"
+            f"{describe_array(src)} and {describe_array(dst)} are both in host memory: copy them "
+            "in a host step instead"
         )
     return to, source
+
+
+def fill_span(dst: Any, stream: int | None = None) -> Span:
+    """Return the memory of an array for a fill, with its address for the device.
+
+    ShapeError is raised if the object is not an array, or the array is in pageable host memory.
+    """
+    if isinstance(dst, DeviceArray | PinnedArray):
+        return Span(False, dst.ptr, dst.nbytes, dst.owner)
+    span = copy_span(dst, "fill destination", True, stream)
+    if span.on_host:
+        raise ShapeError(f"fill destination {describe_array(dst)} is in host memory: fill it there")
+    return span
+
+
+def describe_array(array: Any) -> str:
+    """Describe an array for an error message, without its elements."""
+    if isinstance(array, DeviceArray | PinnedArray):
+        return repr(array)
+    return f"{type(array).__name__} {getattr(array, 'shape', '')}".rstrip()

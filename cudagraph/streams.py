@@ -12,6 +12,7 @@ import warnings
 from graft.cudagraph.driver.context import Context, wait_streams
 from graft.cudagraph.driver.driver import call, check_code, cu, is_ready, prepare_driver_call
 from graft.cudagraph.driver.handles import StreamLike, stream_handle
+from graft.cudagraph.driver.held import drop_finished
 from graft.cudagraph.driver.stacks import describe_running
 from graft.cudagraph.errors import DeadlineError, OptionError
 from graft.cudagraph.host.hostwork import check_captured, keep_captured, raise_eager_failure
@@ -75,6 +76,7 @@ class Stream:
             The device failed.
         """
         wait_streams([self.handle], timeout_s, self.name)
+        drop_finished()
         raise_eager_failure(self.handle)
         check_captured()
 

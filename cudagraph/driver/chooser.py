@@ -29,8 +29,9 @@ KINDS = ("auto", "cuda", "soft")
 SONAME = "libcuda.so.1"
 #: Time limit of the probe. The first cuInit after boot can take many seconds.
 PROBE_LIMIT_S = 30.0
-#: Packages that call NVIDIA's driver directly and cannot run on the soft device.
-GUARDED = ("cupy", "torch.cuda")
+#: Packages that call NVIDIA's driver directly and cannot run on the soft device. torch is not one
+#: of them: its tensors in host memory can be used, and ``torch.cuda.is_available()`` is false.
+GUARDED = ("cupy",)
 
 #: Program of the probe. It runs in a child process, because loading NVIDIA's driver in this process
 #: would prevent loading the soft device later.

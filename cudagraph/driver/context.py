@@ -21,6 +21,7 @@ from graft.cudagraph.driver.driver import (
     set_error_detail_source,
 )
 from graft.cudagraph.driver.driverlog import DriverLog
+from graft.cudagraph.driver.held import drop_finished
 from graft.cudagraph.driver.stacks import describe_running
 from graft.cudagraph.errors import DeadlineError, DeviceError
 from graft.native import _native
@@ -83,6 +84,7 @@ class Context:
         with self._lock:
             self._transfer_stream = None
         deadline = time.monotonic() + timeout_s
+        drop_finished()
         while _native.live_resources() or _native.live_records():
             if time.monotonic() > deadline:
                 return False
@@ -142,6 +144,7 @@ class Context:
         handles = [stream.handle for stream in streams if not stream.closed]
         wait_streams(handles, timeout_s, "the device")
         call(cu.cuCtxSynchronize)
+        drop_finished()
 
 
 def wait_streams(handles: list[int], timeout_s: float | None, subject: str) -> None:

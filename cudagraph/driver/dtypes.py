@@ -6,6 +6,7 @@ Host arrays of these two types have an unsigned integer dtype and contain the bi
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -17,7 +18,10 @@ from graft.cudagraph.errors import ShapeError
 E4M3 = "float8_e4m3fn"
 #: Unsigned integer types that store the bits of types that NumPy lacks.
 _STORED_AS_BITS = {"bfloat16": "uint16", E4M3: "uint8"}
-_NAMES = ("float32", "float16", "bfloat16", E4M3, "int32", "uint32", "int64", "uint64", "uint8")
+_NAMES = (
+    *("float16", "bfloat16", E4M3, "float32", "float64", "complex64", "bool"),
+    *("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
+)
 #: NumPy storage type by name.
 DTYPES: dict[str, np.dtype] = {name: np.dtype(_STORED_AS_BITS.get(name, name)) for name in _NAMES}
 
@@ -35,23 +39,35 @@ def itemsize(name: str) -> int:
     return numpy_dtype(name).itemsize
 
 
-def ctypes_type(name: str) -> type[ctypes._SimpleCData]:
+def ctypes_type(name: str) -> Any:
     """Return the ctypes type of one element.
 
-    For a float type that ctypes lacks, this is the unsigned integer of the same size.
+    For a float type that ctypes lacks, this is the unsigned integer of the same size. A complex
+    number is an array of two floats.
     """
     dtype = numpy_dtype(name)
     if dtype == np.float16:
         return ctypes.c_uint16
+    if dtype == np.complex64:
+        return ctypes.c_float * 2
     return np.ctypeslib.as_ctypes_type(dtype)
 
 
 def dtype_name(dtype: DTypeLike) -> str:
-    """Return graft's name of a NumPy dtype; raise ShapeError if the dtype is not supported."""
-    name = np.dtype(dtype).name
-    if name not in DTYPES:
-        raise ShapeError(f"NumPy dtype {name} is not one of {', '.join(DTYPES)}")
-    return name
+    """Return graft's name of an element type, which is given by this name or as a NumPy dtype.
+
+    NumPy dtypes of the package ml_dtypes, such as ``ml_dtypes.bfloat16``, have graft's names.
+    ShapeError is raised if the type is not supported or has swapped bytes.
+    """
+    if isinstance(dtype, str) and dtype in DTYPES:
+        return dtype
+    try:
+        found = None if dtype is None else np.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in DTYPES or not found.isnative:
+        raise ShapeError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}") from None
+    return found.name
 
 
 def to_float32(array: NDArray, dtype: str) -> NDArray[np.float32]:

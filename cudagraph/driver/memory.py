@@ -15,14 +15,21 @@ from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
+from graft.cudagraph.driver import dlpack
 from graft.cudagraph.driver.context import Context
 from graft.cudagraph.driver.driver import call, cu
 from graft.cudagraph.driver.dtypes import E4M3, dtype_name, from_float32, itemsize, numpy_dtype
+from graft.cudagraph.driver.foreign import read_foreign
+from graft.cudagraph.driver.held import ForeignMemory
 from graft.cudagraph.errors import DeviceError, ShapeError
 from graft.native import _native
 
+_NO_ARRAY = (
+    "must be a DeviceArray, a PinnedArray, or an array of another library with __dlpack__, "
+    "__cuda_array_interface__, __array_interface__ or the buffer protocol, not {}"
+)
 CLOSE_LIMIT_S = 10.0
 OUT_OF_MEMORY = 2
 #: Every array must have fewer bytes than this.
@@ -31,13 +38,13 @@ HostBuffer = ctypes.Array[ctypes.c_ubyte]
 
 
 class Span(NamedTuple):
-    """A contiguous range of pinned host memory or device memory that a copy reads or writes.
+    """A contiguous range of host memory or device memory that a copy reads or writes.
 
-    `address` is a host address for pinned memory, otherwise a device address. `owner` keeps the
-    memory alive.
+    `address` is a host address if `on_host`, otherwise a device address. `owner` keeps the memory
+    alive.
     """
 
-    pinned: bool
+    on_host: bool
     address: int
     nbytes: int
     owner: object
@@ -65,7 +72,7 @@ def _checked_nbytes(shape: tuple[int, ...], dtype: str, subject: str) -> int:
 
 
 class Allocation:
-    """One memory allocation of the driver: DEVICE_MEMORY or PINNED_MEMORY of `nbytes` bytes."""
+    """One memory allocation: DEVICE_MEMORY or PINNED_MEMORY of `nbytes` bytes."""
 
     __slots__ = ("_resource", "address", "description", "nbytes")
 
@@ -77,13 +84,23 @@ class Allocation:
             if error.code != OUT_OF_MEMORY or not _native.flush(CLOSE_LIMIT_S):
                 raise
             address = _allocate(kind, nbytes)
-        self._resource: _native.Resource | None = _native.Resource(kind, address)
+        self._resource: _native.Resource | ForeignMemory | None = _native.Resource(kind, address)
         self.address = address
         self.nbytes = nbytes
         self.description = description
 
+    @classmethod
+    def of_other_library(cls, memory: ForeignMemory, nbytes: int, description: str) -> Allocation:
+        """Describe memory that another library allocated; closing it drops the owner."""
+        allocation = object.__new__(cls)
+        allocation._resource = memory
+        allocation.address = memory.handle
+        allocation.nbytes = nbytes
+        allocation.description = description
+        return allocation
+
     @property
-    def resource(self) -> _native.Resource:
+    def resource(self) -> _native.Resource | ForeignMemory:
         """Owner of the memory; users of the address must keep it alive."""
         if self._resource is None:
             raise DeviceError(f"{self.description} is closed")
@@ -105,9 +122,10 @@ def _allocate(kind: _native.ResourceKind, nbytes: int) -> int:
 class DeviceArray:
     """A C-contiguous array in device memory.
 
-    Created by :meth:`Device.empty`, :meth:`Device.zeros` and :meth:`Device.from_host`. Indexing and
-    slicing the leading axis and :meth:`reshape` return views that share the memory. `dtype` is the
-    name of the element type, see :mod:`graft.cudagraph.driver.dtypes`.
+    Created by :meth:`Device.empty`, :meth:`Device.zeros`, :meth:`Device.from_host` and
+    :meth:`Device.wrap`. Indexing and slicing the leading axis and :meth:`reshape` return views that
+    share the memory. `dtype` is the name of the element type, see
+    :mod:`graft.cudagraph.driver.dtypes`.
     """
 
     __slots__ = ("__weakref__", "_allocation", "_is_base", "_offset", "context", "dtype", "shape")
@@ -116,17 +134,17 @@ class DeviceArray:
         self,
         context: Context,
         shape: tuple[int, ...],
-        dtype: str,
+        dtype: DTypeLike,
         allocation: Allocation | None = None,
         offset: int = 0,
     ) -> None:
         self.shape = check_shape(shape, "DeviceArray")
-        self.dtype = dtype
+        self.dtype = dtype_name(dtype)
         self.context = context
-        nbytes = _checked_nbytes(self.shape, dtype, "DeviceArray")
+        nbytes = _checked_nbytes(self.shape, self.dtype, "DeviceArray")
         self._is_base = allocation is None
         self._allocation = allocation or Allocation(
-            _native.ResourceKind.DEVICE_MEMORY, nbytes, f"DeviceArray {self.shape} {dtype}"
+            _native.ResourceKind.DEVICE_MEMORY, nbytes, f"DeviceArray {self.shape} {self.dtype}"
         )
         self._offset = offset
 
@@ -247,34 +265,49 @@ class DeviceArray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Description of the array for CuPy, Numba and torch.
+        """Description of the array for CuPy, numba-cuda and torch.
 
-        Types that NumPy lacks are described as the unsigned integers that store their bits.
+        It names no stream, because graft does not record on which streams an array is used. Before
+        another library uses the array, wait for these streams, or make the stream of that library
+        wait for an :class:`Event`. Types that NumPy lacks are described as the unsigned integers
+        that store their bits.
         """
         return {
             "shape": self.shape,
             "typestr": numpy_dtype(self.dtype).str,
             "data": (self.ptr, False),
             "strides": None,
+            "stream": None,
             "version": 3,
         }
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return (kDLCUDA, ordinal)."""
-        return (2, self.context.ordinal)
+        return (dlpack.CUDA, self.context.ordinal)
 
-    def __dlpack__(self, **options: Any) -> object:
-        """Wait until the device is idle, then export the array through CuPy without a copy.
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        """Wait until the device is idle, then export the array without a copy.
 
-        Types that NumPy lacks are exported as the unsigned integers that store their bits. Memory
-        of the soft device cannot be exported and raises BufferError.
+        Work on all streams that was enqueued before the call has therefore finished, whatever
+        `stream` the consumer uses. With ``stream=-1``, the consumer asks for no synchronization.
+        The capsule is unversioned, which consumers of every `max_version` accept.
         """
-        if self.context.kind == "soft":
-            raise BufferError("soft-device memory cannot be exported: use DeviceArray.to_host()")
-        import cupy
+        _check_export(self, dl_device, copy)
+        if stream != -1:
+            self.context.synchronize()
+        device = self.__dlpack_device__()
+        return dlpack.export(device, self.ptr, self.shape, self.dtype, self.owner)
 
-        self.context.synchronize()
-        return cupy.asarray(self).__dlpack__(**options)
+    def __array__(self, *_: Any, **options: Any) -> NDArray:
+        """Raise DeviceError: NumPy cannot read device memory."""
+        raise DeviceError(f"{self!r} is in device memory: copy it with to_host()")
 
     def close(self) -> None:
         """Close the array and its views, and free the memory.
@@ -290,17 +323,17 @@ class DeviceArray:
         return f"<DeviceArray {self.shape} {self.dtype}>"
 
 
-def zeros(context: Context, shape: int | tuple[int, ...], dtype: str) -> DeviceArray:
+def zeros(context: Context, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
     """Allocate an array of zeros."""
-    numpy_dtype(dtype)
-    array = DeviceArray(context, check_shape(shape, "zeros"), dtype)
+    name = dtype_name(dtype)
+    array = DeviceArray(context, check_shape(shape, "zeros"), name)
     array._set(0)
     return array
 
 
-def from_host(context: Context, array: NDArray, dtype: str | None = None) -> DeviceArray:
+def from_host(context: Context, array: NDArray, dtype: DTypeLike | None = None) -> DeviceArray:
     """Copy a host array to the device; see :meth:`Device.from_host`."""
-    name = dtype or dtype_name(np.asarray(array).dtype)
+    name = dtype_name(np.asarray(array).dtype if dtype is None else dtype)
     source = _to_storage(array, name)
     out = DeviceArray(context, check_shape(source.shape, "from_host"), name)
     out._write(source)
@@ -315,6 +348,8 @@ def _to_storage(array: NDArray, dtype: str) -> NDArray:
     source = np.asarray(array)
     if source.dtype == np.float32 and dtype in ("float16", "bfloat16", E4M3):
         source = from_float32(source, dtype)
+    if source.dtype.name == dtype and source.dtype.isnative:
+        source = source.view(numpy_dtype(dtype))  # of a type of the package ml_dtypes
     if source.dtype != numpy_dtype(dtype):
         raise ShapeError(f"host array is {source.dtype}; {dtype} is stored as {numpy_dtype(dtype)}")
     return np.ascontiguousarray(source).reshape(source.shape)
@@ -330,10 +365,10 @@ def _host_buffer(address: int, nbytes: int, owner: object) -> HostBuffer:
 class PinnedArray:
     """An array in page-locked host memory that the device can read and write.
 
-    The array is zeroed when it is allocated. The ctypes array `buffer` contains its bytes, and
-    `array` is a NumPy view of them. Both, and everything that is created from them, keep the memory
-    alive, even after :meth:`close`. `dtype` is the name of the element type, see
-    :mod:`graft.cudagraph.driver.dtypes`.
+    Created by :meth:`Device.pinned`, which zeroes the array, and by :meth:`Device.wrap`. The ctypes
+    array `buffer` contains its bytes, and `array` is a NumPy view of them. Both, and everything
+    that is created from them, keep the memory alive, even after :meth:`close`. `dtype` is the name
+    of the element type, see :mod:`graft.cudagraph.driver.dtypes`.
     """
 
     __slots__ = (
@@ -348,20 +383,28 @@ class PinnedArray:
         "shape",
     )
 
-    def __init__(self, context: Context, shape: int | tuple[int, ...], dtype: str) -> None:
+    def __init__(
+        self,
+        context: Context,
+        shape: int | tuple[int, ...],
+        dtype: DTypeLike,
+        allocation: Allocation | None = None,
+    ) -> None:
         self.context = context
         self.shape = check_shape(shape, "PinnedArray")
-        self.dtype = dtype
-        nbytes = _checked_nbytes(self.shape, dtype, "PinnedArray")
-        self._allocation = Allocation(
-            _native.ResourceKind.PINNED_MEMORY, nbytes, f"PinnedArray {self.shape} {dtype}"
+        self.dtype = dtype_name(dtype)
+        nbytes = _checked_nbytes(self.shape, self.dtype, "PinnedArray")
+        self._allocation = allocation or Allocation(
+            _native.ResourceKind.PINNED_MEMORY, nbytes, f"PinnedArray {self.shape} {self.dtype}"
         )
         host = self._allocation.address
         self._device_pointer = int(call(cu.cuMemHostGetDevicePointer, host, 0))
         self._offset = 0
         self.buffer = _host_buffer(host, nbytes, self._allocation.resource)
-        self.array = np.frombuffer(memoryview(self.buffer), numpy_dtype(dtype)).reshape(self.shape)
-        self.array.fill(0)
+        elements = np.frombuffer(memoryview(self.buffer), numpy_dtype(self.dtype))
+        self.array = elements.reshape(self.shape)
+        if allocation is None:
+            self.array.fill(0)
 
     def view(self, first: int, shape: tuple[int, ...]) -> PinnedArray:
         """Return a view of the elements from index `first` of the flattened array.
@@ -407,6 +450,32 @@ class PinnedArray:
         """Return the address range of this array, for a copy node or a copy call."""
         return Span(True, self.host_ptr, self.nbytes, self.owner)
 
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray:
+        """Return `array`, or a copy of it, for NumPy."""
+        return np.array(self.array, dtype=dtype, copy=copy)
+
+    def __buffer__(self, flags: int) -> memoryview:
+        """Return the memory of `array`: the buffer protocol, which Python 3.12 introduced here."""
+        return self.array.data
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return (kDLCPU, 0)."""
+        return (dlpack.CPU, 0)
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        """Export the array as host memory, without a copy and without waiting for the device."""
+        _check_export(self, dl_device, copy)
+        if stream is not None:
+            raise BufferError("host memory has no stream")
+        return dlpack.export((dlpack.CPU, 0), self.host_ptr, self.shape, self.dtype, self.owner)
+
     def close(self) -> None:
         """Release the memory. It is freed once no view of the host buffer and no graph uses it."""
         self.buffer = (ctypes.c_ubyte * 0)()
@@ -415,6 +484,73 @@ class PinnedArray:
 
     def __repr__(self) -> str:
         return f"<PinnedArray {self.shape} {self.dtype}>"
+
+
+Array = DeviceArray | PinnedArray
+
+
+def _check_export(array: Array, device: tuple[int, int] | None, copy: bool | None) -> None:
+    """Raise BufferError if the consumer of a DLPack export wants a copy or another device."""
+    if copy:
+        raise BufferError(f"{array!r} cannot be copied by __dlpack__: copy the exported array")
+    if device is not None and tuple(device) != array.__dlpack_device__():
+        raise BufferError(f"{array!r} is not on the DLPack device {tuple(device)}")
+
+
+def wrap(context: Context, array: Any) -> Array:
+    """Return a view of an array of another library; see :meth:`Device.wrap`."""
+    if isinstance(array, DeviceArray | PinnedArray):
+        return array
+    user = "wrap()"
+    found = read_foreign(array, user)
+    if found is None:
+        raise ShapeError(f"{user} {_NO_ARRAY.format(type(array).__name__)}")
+    found.check_contiguous(user)
+    if not found.writable:
+        raise ShapeError(
+            f"{user} cannot protect a read-only array from writes; pass it to kernel() as the "
+            "argument of a const pointer, or to copy() as the source"
+        )
+    shape = check_shape(found.shape, user)
+    if found.on_host and found.device_address is None:
+        raise ShapeError(
+            f"{user}: {type(array).__name__} is in pageable host memory, which kernels cannot use; "
+            "copy it with from_host(), or to an array of pinned()"
+        )
+    description = f"wrapped {type(array).__name__}"
+    allocation = Allocation.of_other_library(found.memory, found.nbytes, description)
+    if found.on_host:
+        return PinnedArray(context, shape, found.dtype, allocation)
+    wrapped = DeviceArray(context, shape, found.dtype, allocation)
+    wrapped._is_base = True
+    return wrapped
+
+
+def copy_span(array: Any, role: str, writes: bool, stream: int | None) -> Span:
+    """Return the memory of an array that a copy or fill reads or writes.
+
+    Parameters
+    ----------
+    array
+        Array of graft or of another library; pageable host memory is allowed.
+    role
+        Function and parameter, for error messages.
+    writes
+        Whether the operation writes to the array.
+    stream
+        CUstream of the operation, or None, see
+        :func:`~graft.cudagraph.driver.foreign.read_foreign`.
+    """
+    if isinstance(array, DeviceArray | PinnedArray):
+        return array.span()
+    found = read_foreign(array, role, stream)
+    if found is None:
+        raise ShapeError(f"{role} {_NO_ARRAY.format(type(array).__name__)}")
+    found.check_contiguous(role)
+    check_shape(found.shape, role)
+    if writes and not found.writable:
+        raise ShapeError(f"{role} must be writable, but this {type(array).__name__} is read-only")
+    return Span(found.on_host, found.address, found.nbytes, found.memory)
 
 
 def check_byte(byte: int) -> int:

@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from graft.cudagraph.driver.context import Context
 from graft.cudagraph.driver.driver import prepare_driver_call
-from graft.cudagraph.driver.dtypes import ctypes_type, itemsize, numpy_dtype
+from graft.cudagraph.driver.dtypes import ctypes_type, dtype_name, itemsize, numpy_dtype
 from graft.cudagraph.driver.handles import StreamLike, stream_handle
 from graft.cudagraph.driver.memory import PinnedArray, check_shape
 from graft.cudagraph.driver.stacks import describe_running
@@ -50,14 +50,16 @@ class PinnedField:
 
     __slots__ = ("_memory", "array", "dtype", "host_ptr", "ptr", "shape", "slots", "stride")
 
-    def __init__(self, context: Context, slots: int, dtype: str, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, context: Context, slots: int, dtype: DTypeLike, shape: tuple[int, ...]
+    ) -> None:
+        self.dtype = dtype_name(dtype)
         elements = math.prod(shape)
-        per_line = LINE_BYTES // itemsize(dtype)
+        per_line = LINE_BYTES // itemsize(self.dtype)
         self.slots = slots
         self.stride = -(-elements // per_line) * per_line
-        self.dtype = dtype
         self.shape = shape
-        self._memory = PinnedArray(context, (slots, self.stride), dtype)
+        self._memory = PinnedArray(context, (slots, self.stride), self.dtype)
         self.ptr = self._memory.ptr
         self.host_ptr = self._memory.host_ptr
         self.array = self._memory.array[:, :elements].reshape((slots, *shape))
@@ -136,7 +138,10 @@ class PinnedSlots:
     """
 
     def __init__(
-        self, context: Context, slots: int, fields: Mapping[str, tuple[str, int | tuple[int, ...]]]
+        self,
+        context: Context,
+        slots: int,
+        fields: Mapping[str, tuple[DTypeLike, int | tuple[int, ...]]],
     ) -> None:
         if not isinstance(slots, int) or slots < 1:
             raise OptionError(f"slots must be a positive integer, not {slots!r}")
@@ -188,7 +193,7 @@ class Ring(PinnedSlots):
         self,
         context: Context,
         entries: int,
-        fields: Mapping[str, tuple[str, int | tuple[int, ...]]],
+        fields: Mapping[str, tuple[DTypeLike, int | tuple[int, ...]]],
     ) -> None:
         if STAMP in fields:
             raise OptionError(f"the field name {STAMP!r} is reserved by the ring")

@@ -32,7 +32,7 @@ from graft.cudagraph.graph.nodes import Node
 from graft.cudagraph.host.hostwork import HostWork, Spin, as_work, resolve_spin
 from graft.cudagraph.host.payload import Payload
 from graft.cudagraph.kernels.kernels import Kernel, load
-from graft.cudagraph.lanes import Array, Dims, check_copy, check_launch
+from graft.cudagraph.lanes import Dims, check_copy, check_launch, fill_span
 from graft.cudagraph.streams import Event
 from graft.native import _native
 
@@ -685,8 +685,12 @@ class GraphLane:
             kernel.waits_for_previous,
         )
 
-    def copy(self, dst: Array, src: Array, *, name: str | None = None) -> None:
-        """Add a copy node between device and pinned arrays of the same size in bytes."""
+    def copy(self, dst: Any, src: Any, *, name: str | None = None) -> None:
+        """Add a node that copies between arrays of the same size in bytes; see :meth:`Lane.copy`.
+
+        The graph keeps the arrays alive. If one of them is in pageable host memory, the driver may
+        copy more slowly than with pinned memory.
+        """
         to, source = check_copy(dst, src)
         self._add(
             "copy",
@@ -695,17 +699,16 @@ class GraphLane:
             lambda graph, dependencies, _: nodes.add_copy(graph, dependencies, to, source),
         )
 
-    def fill(self, dst: Array, byte: int = 0, *, name: str | None = None) -> None:
+    def fill(self, dst: Any, byte: int = 0, *, name: str | None = None) -> None:
         """Add a node that sets every byte of an array to `byte`."""
         value = check_byte(byte)
-        address = dst.ptr
-        nbytes = dst.nbytes
+        span = fill_span(dst)
         self._add(
             "fill",
             name or "fill",
-            (dst.owner,),
+            (span.owner,),
             lambda graph, dependencies, _: nodes.add_fill(
-                graph, dependencies, address, value, nbytes
+                graph, dependencies, span.address, value, span.nbytes
             ),
         )
 

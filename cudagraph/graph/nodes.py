@@ -106,13 +106,13 @@ def add_copy(graph: int, dependencies: list[Any], dst: Span, src: Span) -> Any:
     params = cu.CUDA_MEMCPY3D()
     host = cu.CUmemorytype.CU_MEMORYTYPE_HOST
     device = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
-    if src.pinned:
+    if src.on_host:
         params.srcMemoryType = host
         params.srcHost = src.address
     else:
         params.srcMemoryType = device
         params.srcDevice = cu.CUdeviceptr(src.address)
-    if dst.pinned:
+    if dst.on_host:
         params.dstMemoryType = host
         params.dstHost = dst.address
     else:

@@ -15,9 +15,10 @@ import numpy as np
 
 from graft.cudagraph.driver.context import Context
 from graft.cudagraph.driver.driver import call, check, cu, prepare_driver_call
-from graft.cudagraph.driver.memory import DeviceArray, PinnedArray
+from graft.cudagraph.driver.foreign import read_foreign
+from graft.cudagraph.driver.memory import DeviceArray, PinnedArray, check_shape
 from graft.cudagraph.driver.pinned import PinnedField
-from graft.cudagraph.errors import DeviceError, KernelError
+from graft.cudagraph.errors import DeviceError, KernelError, ShapeError
 from graft.cudagraph.kernels.compiler import KernelSource, LoadedModule, compile_source
 from graft.cudagraph.kernels.signature import (
     FLOAT,
@@ -25,6 +26,7 @@ from graft.cudagraph.kernels.signature import (
     OTHER,
     POINTER,
     Parameter,
+    accepted_dtypes,
     kernel_parameters,
     waiting_kernels,
 )
@@ -34,6 +36,7 @@ NOT_FOUND = 500
 #: If an integer has more bits than this, error messages show its size instead of its value.
 MAX_PRINTED_BITS = 128
 _POINTER_TYPES = (DeviceArray, PinnedArray, PinnedField)
+_SCALAR_TYPES = (int, float, np.generic, bytes, ctypes.Structure)
 _ADDRESS = struct.Struct("<Q")
 #: Name and layout of a float, by its size in bytes.
 _FLOATS = {4: ("float32", struct.Struct("<f")), 8: ("float64", struct.Struct("<d"))}
@@ -91,21 +94,31 @@ class Kernel:
             parameters = (Parameter("", OTHER),) * len(self._layout)
         self._names = tuple(parameter.name for parameter in parameters)
         self._kinds = tuple(parameter.kind for parameter in parameters)
+        self._parameters = parameters
+        self._accepted = tuple(
+            accepted_dtypes(parameter.dtype) if parameter.kind == POINTER else None
+            for parameter in parameters
+        )
         self._offsets = tuple(offset for offset, _ in self._layout)
         self._nbytes = max((offset + size for offset, size in self._layout), default=0)
         self._shared_limit = 0  # bytes of dynamic shared memory that were requested so far
 
-    def pack(self, args: Iterable[object]) -> PackedArgs:
+    def pack(self, args: Iterable[object], stream: int | None = None) -> PackedArgs:
         """Check arguments against the kernel's parameters and pack them.
 
-        Arrays and fields of `PinnedSlots` become device pointers, None becomes NULL. A Python int
-        or float is converted to the parameter's type; an int is accepted for a float. A NumPy
-        scalar is not converted, so its dtype must match the parameter's kind and size. For a struct
-        that is passed by value, pass bytes, a structured NumPy scalar or a ctypes.Structure of the
-        same size. The soft device does not translate device pointers inside such a struct.
+        Arrays and fields of `PinnedSlots` become device pointers, None becomes NULL. So do arrays
+        of other libraries in device memory or pinned memory; `stream` is the CUstream on which the
+        kernel is launched, see :func:`~graft.cudagraph.driver.foreign.read_foreign`. If the source
+        says to which type a parameter points, the elements of the array must have this type.
+
+        A Python int or float is converted to the parameter's type; an int is accepted for a float.
+        A NumPy scalar is not converted, so its dtype must match the parameter's kind and size. For
+        a struct that is passed by value, pass bytes, a structured NumPy scalar or a
+        ctypes.Structure of the same size. The soft device does not translate device pointers inside
+        such a struct.
 
         KernelError is raised if the number of arguments is wrong, or an argument has the wrong
-        size, kind or range.
+        size, type or range.
         """
         values = tuple(args)
         if len(values) != len(self.param_sizes):
@@ -118,14 +131,49 @@ class Kernel:
         owners: list[object] = [self.module]
         for i, (value, (offset, size)) in enumerate(zip(values, self._layout, strict=True)):
             if isinstance(value, _POINTER_TYPES):
-                if size != 8 or self._kinds[i] not in (POINTER, OTHER):
-                    raise self._error(i, f"is {self._describe(i)}, but a pointer was given")
+                self._check_array(i, value.dtype)
                 address, owner = value.argument()
-                owners.append(owner)
-                _ADDRESS.pack_into(data, offset, address)
-            else:
+            elif value is None or isinstance(value, _SCALAR_TYPES):
                 data[offset : offset + size] = self._encode(i, value)
+                continue
+            else:
+                address, owner = self._foreign_argument(i, value, stream)
+            owners.append(owner)
+            _ADDRESS.pack_into(data, offset, address)
         return PackedArgs(bytes(data), self._offsets, tuple(owners))
+
+    def _check_array(self, i: int, dtype: str) -> None:
+        """Raise KernelError unless parameter ``i`` is a pointer that accepts arrays of `dtype`."""
+        if self.param_sizes[i] != 8 or self._kinds[i] not in (POINTER, OTHER):
+            raise self._error(i, f"is {self._describe(i)}, but a pointer was given")
+        accepted = self._accepted[i]
+        if accepted is not None and dtype not in accepted:
+            raise self._error(
+                i, f"is a pointer to {self._parameters[i].dtype}, but an array of {dtype} was given"
+            )
+
+    def _foreign_argument(self, i: int, value: object, stream: int | None) -> tuple[int, object]:
+        """Return the device address of an array of another library, and the owner of its memory."""
+        user = f"argument {i} of kernel {self.name!r}"
+        try:
+            found = read_foreign(value, user, stream)
+            if found is None:
+                raise self._error(i, f"cannot be a {type(value).__name__}")
+            found.check_contiguous(user)
+            check_shape(found.shape, user)
+        except ShapeError as error:
+            raise KernelError(str(error)) from error
+        self._check_array(i, found.dtype)
+        if found.device_address is None:
+            raise self._error(
+                i,
+                f"is a {type(value).__name__} in pageable host memory, which kernels cannot use: "
+                "copy it with from_host(), or to an array of pinned()",
+            )
+        parameter = self._parameters[i]
+        if not found.writable and not parameter.is_const:
+            raise self._error(i, "is a read-only array, but the parameter is no const pointer")
+        return found.device_address, found.memory
 
     def _encode(self, i: int, value: object) -> bytes:
         """Return the bytes of argument ``i``, which is not an array."""
@@ -136,6 +184,8 @@ class Kernel:
         if isinstance(value, np.generic):
             if value.itemsize != size or value.dtype.kind not in _NUMPY_KINDS[kind]:
                 raise self._error(i, f"is {self._describe(i)}, but {value.dtype} was given")
+            if kind == INT:
+                return self._encode_int(i, int(value))
             return value.tobytes()
         if isinstance(value, float):
             if kind != FLOAT:
@@ -162,12 +212,15 @@ class Kernel:
         if kind == OTHER or size not in _INTS:
             raise self._error(i, f"is {self._describe(i)}, but an int was given")
         unsigned, signed = _INTS[size]
+        dtype = self._parameters[i].dtype
         layout = signed if value < 0 else unsigned
+        if dtype and kind == INT:
+            layout = signed if dtype.startswith("int") else unsigned
         try:
             return layout.pack(value)
         except struct.error:
             raise self._error(
-                i, f"is {self._describe(i)} and cannot hold {_describe_number(value)}"
+                i, f"is {dtype or self._describe(i)} and cannot hold {_describe_number(value)}"
             ) from None
 
     def _encode_float(self, i: int, value: float) -> bytes:

@@ -1,8 +1,9 @@
-"""Names and kinds (pointer, int, float or other) of kernel parameters, parsed from the source.
+"""Names and types of kernel parameters, parsed from the source.
 
 The driver reports the sizes of a kernel's parameters but not their types. The type is needed to
 convert Python arguments: an int argument of a float parameter must be converted to a float and not
-be passed as the bits of the int. Error messages name the parameter.
+be passed as the bits of the int. The elements of an array must have the type to which the parameter
+points. Error messages name the parameter.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
+
+from graft.cudagraph.driver.dtypes import DTYPES, E4M3, numpy_dtype
 
 POINTER = "pointer"
 INT = "int"
@@ -20,7 +23,7 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _BOUNDS = r"(?:__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)\s*)?"
 _ENTRY = re.compile(
     r'extern\s+"C"\s+(?:__forceinline__\s+)?__global__\s+'
-    rf"{_BOUNDS}void\s+{_BOUNDS}(\w+)\s*\(([^()]*)\)"
+    rf"{_BOUNDS}void\s+{_BOUNDS}([\w$]+)\s*\(([^()]*)\)"
 )
 _WAIT = re.compile(r"wait_for_previous_kernel\s*\(\s*\)\s*;")
 _RETURN = re.compile(r"\breturn\b")
@@ -31,15 +34,77 @@ _INT_NAMES = re.compile(r"bool|size_t|u?int(8|16|32|64|ptr)_t|cudaGraphCondition
 _QUALIFIERS = frozenset({"const", "volatile", "__restrict__", "__grid_constant__"})
 
 
+#: Names of element types by the words of a C type. A vector type has the name of its elements.
+_DTYPES = {
+    "float": "float32",
+    "double": "float64",
+    "bool": "bool",
+    "char": "int8",
+    "signed char": "int8",
+    "unsigned char": "uint8",
+    "short": "int16",
+    "int": "int32",
+    "long": "int64",
+    "unsigned": "uint32",
+    "unsigned short": "uint16",
+    "unsigned int": "uint32",
+    "unsigned long": "uint64",
+    "size_t": "uint64",
+    "uintptr_t": "uint64",
+    "intptr_t": "int64",
+    "cudaGraphConditionalHandle": "uint64",
+    "half": "float16",
+    "__half": "float16",
+    "half2": "float16",
+    "__half2": "float16",
+    "fp16_t": "float16",
+    "bf16_t": "bfloat16",
+    "__nv_bfloat16": "bfloat16",
+    "__nv_bfloat162": "bfloat16",
+    "e4m3_t": E4M3,
+    "__nv_fp8_e4m3": E4M3,
+    "float2": "complex64",
+    "cuComplex": "complex64",
+    "cuFloatComplex": "complex64",
+    **{f"{sign}int{bits}_t": f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+}
+_VECTOR = re.compile(r"(u?)(char|short|int|longlong|long|float|double)([1234])")
+
+
 class Parameter(NamedTuple):
     """A parameter of a kernel. Its name is "" if the source does not name it.
 
     `kind` is ``POINTER``, ``INT``, ``FLOAT`` or ``OTHER``. ``OTHER`` means that the type is neither
-    built in nor a pointer, or that the kind is unknown.
+    built in nor a pointer, or that the kind is unknown. `dtype` is the name of the type, or, of a
+    pointer, that of the elements; "" if it is unknown. `is_const` says whether a pointer points to
+    constant elements.
     """
 
     name: str
     kind: str
+    dtype: str = ""
+    is_const: bool = False
+
+
+def accepted_dtypes(dtype: str) -> frozenset[str] | None:
+    """Return the dtypes of the arrays that a pointer to elements of type `dtype` accepts.
+
+    Pointers to integers accept signed and unsigned integers of the same size, and bits of floats of
+    8 or 16 bits. None means that arrays of all types are accepted.
+    """
+    if not dtype:
+        return None
+    if dtype == "complex64":
+        return frozenset({"complex64", "float32"})  # cuComplex is another name of float2
+    stored = numpy_dtype(dtype)
+    if stored.kind not in "biu" or dtype in (E4M3, "bfloat16"):
+        return frozenset({dtype})
+    size = stored.itemsize
+    return frozenset(
+        name
+        for name, other in DTYPES.items()
+        if other.itemsize == size and (other.kind in "biu" or size < 4)
+    )
 
 
 def kernel_parameters(text: str) -> Mapping[str, tuple[Parameter, ...]]:
@@ -49,7 +114,7 @@ def kernel_parameters(text: str) -> Mapping[str, tuple[Parameter, ...]]:
 
     The source may define several kernels with the same name, in branches of ``#if``. If the names
     of a parameter differ between them, the parameter has no name. If its kinds differ, it has the
-    kind ``OTHER``.
+    kind ``OTHER``. If its types differ, its ``dtype`` is "".
     """
     found: dict[str, tuple[Parameter, ...]] = {}
     for kernel, text_between, _ in _entries(text):
@@ -58,11 +123,7 @@ def kernel_parameters(text: str) -> Mapping[str, tuple[Parameter, ...]]:
             parameters = tuple(_parameter(part) for part in text_between.split(","))
         earlier = found.get(kernel, parameters)
         if len(earlier) == len(parameters):
-            pairs = zip(earlier, parameters, strict=True)
-            parameters = tuple(
-                Parameter(a.name if a.name == b.name else "", a.kind if a.kind == b.kind else OTHER)
-                for a, b in pairs
-            )
+            parameters = tuple(map(_common, earlier, parameters))
         found[kernel] = parameters
     return found
 
@@ -124,12 +185,41 @@ def _entries(text: str) -> Iterator[tuple[str, str, str]]:
     return zip(names, parameters, following, strict=True)
 
 
+def _common(a: Parameter, b: Parameter) -> Parameter:
+    """Return what two declarations of a parameter have in common."""
+    return Parameter(
+        a.name if a.name == b.name else "",
+        a.kind if a.kind == b.kind else OTHER,
+        a.dtype if a.dtype == b.dtype else "",
+        a.is_const and b.is_const,
+    )
+
+
 def _parameter(text: str) -> Parameter:
     words = [word for word in text.replace("*", " ").split() if word not in _QUALIFIERS]
     name = ""
     if len(words) > 1 and words[-1] not in _INT_WORDS:
         name = words.pop()
-    return Parameter(name, POINTER if "*" in text else _kind(words))
+    depth = text.count("*")
+    if depth == 0:
+        return Parameter(name, _kind(words), _dtype(words))
+    # The elements of an array of pointers are addresses.
+    dtype = _dtype(words) if depth == 1 else "uint64"
+    return Parameter(name, POINTER, dtype, "const" in text.partition("*")[0].split())
+
+
+def _dtype(words: list[str]) -> str:
+    """Return the dtype name of a type that is given by the words of the source; "" if unknown."""
+    vector = _VECTOR.fullmatch(words[0]) if len(words) == 1 else None
+    if vector is not None and words[0] not in _DTYPES:
+        sign, base, _ = vector.groups()
+        words = [*(["unsigned"] if sign else []), "long" if base == "longlong" else base]
+    # "long long" has the size of "long", and "int" after another word adds nothing.
+    plain = list(dict.fromkeys(words))
+    if len(plain) > 1 and "char" not in plain:
+        plain = [word for word in plain if word not in ("int", "signed")]
+    plain.sort(key=lambda word: word not in ("unsigned", "signed"))
+    return _DTYPES.get(" ".join(plain or ["int"]), "int32" if plain == ["signed"] else "")
 
 
 def _kind(words: list[str]) -> str:

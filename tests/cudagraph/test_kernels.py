@@ -18,7 +18,7 @@ from graft.cudagraph import Device, Kernel, KernelError, Stream, StreamLane, loa
 from graft.cudagraph.driver.driver import call, cu
 from graft.cudagraph.driver.pinned import PinnedSlots
 from graft.cudagraph.kernels import progress
-from graft.cudagraph.kernels.signature import kernel_parameters, waiting_kernels
+from graft.cudagraph.kernels.signature import Parameter, kernel_parameters, waiting_kernels
 
 TEXT = """
 extern "C" __global__ void saxpy(float* y, const float* x, float a, int n) {
@@ -71,10 +71,10 @@ def test_kernel_computes_saxpy(device: Device, stream: Stream, module) -> None:
 def test_kernel_receives_scalars_of_all_sizes_and_null(
     device: Device, stream: Stream, module
 ) -> None:
-    out = device.zeros((6,), "uint64")
+    out = device.zeros((6,), "float64")
     args = [np.uint8(200), 7 << 32, np.int16(-300), np.float64(0.1), -5, None, out]
     launch(stream, module["mixed"], 1, 1, args)
-    assert out.to_host().view(np.float64).tolist() == [200, 7, -300, 0.1, -5, 1]
+    assert out.to_host().tolist() == [200, 7, -300, 0.1, -5, 1]
 
 
 class AsStructure(ctypes.Structure):
@@ -102,9 +102,9 @@ def test_kernel_converts_python_numbers_to_parameter_type(device: Device, stream
     y = device.from_host(np.zeros(4, np.float32))
     launch(stream, module["saxpy"], 1, 4, [y, device.from_host(np.ones(4, np.float32)), 3, 4])
     assert y.to_host().tolist() == [3.0] * 4
-    out = device.zeros((1,), "int64")
+    out = device.zeros((1,), "float64")
     launch(stream, module["doubled"], 1, 1, [0.1, out])
-    assert out.to_host().view(np.float64).tolist() == [0.1]
+    assert out.to_host().tolist() == [0.1]
 
 
 def test_kernel_receives_pinned_arrays_and_fields(device: Device, stream: Stream, module) -> None:
@@ -133,6 +133,8 @@ def test_kernel_uses_dynamic_shared_memory(device: Device, stream: Stream, modul
     ("args", "words"),
     [
         ([None, None, 1.0], r"4 arguments \(y, x, a, n\), not 3"),
+        ([None, None, 1.0, 1 << 31], "'n' is int32 and cannot hold 2147483648"),
+        ([None, None, 1.0, np.uint32(1 << 31)], "'n' is int32 and cannot hold 2147483648"),
         ([None, None, 1.0, 1 << 32], "argument 3"),
         ([None, None, 1.0, -(1 << 31) - 1], "argument 3"),
         ([None, None, 1e40, 1], "argument 2"),
@@ -156,6 +158,12 @@ def test_kernel_pack_rejects_invalid_arguments(module, args, words: str) -> None
     assert "saxpy" in str(caught.value)
 
 
+def test_kernel_pack_rejects_negative_unsigned(module) -> None:
+    for value in (-1, np.int8(-1)):
+        with pytest.raises(KernelError, match="argument 0 'b' is uint8 and cannot hold -1"):
+            module["mixed"].pack([value, 0, 0, 0.0, 0, None, None])
+
+
 @pytest.mark.parametrize("value", [bytes(15), 3, 1.5, np.array((1,), [("a", "i4")])[()], None])
 def test_kernel_pack_rejects_values_for_struct(module, value) -> None:
     with pytest.raises(KernelError, match="'by_value': argument 0 's' is of a type that is not"):
@@ -165,7 +173,7 @@ def test_kernel_pack_rejects_values_for_struct(module, value) -> None:
 def test_kernel_parameters_are_parsed_from_source() -> None:
     """The parser handles comments, qualifiers, launch bounds and unnamed parameters.
 
-    If two kernels have the same name but different parameters, the kinds or names are unknown.
+    If two kernels have the same name but different parameters, the types or names are unknown.
     """
     text = """
     // extern "C" __global__ void commented(int a) {}
@@ -178,13 +186,50 @@ def test_kernel_parameters_are_parsed_from_source() -> None:
     extern "C" __global__ void more(const float* const __restrict__ a, /* b */ const volatile
         size_t b, Pair c, uint8_t d, const double e, bool, signed char) {}
     """
-    names = ["a", "b", "c", "d", "e", "", ""]
-    kinds = ["pointer", "int", "other", "int", "float", "int", "int"]
     assert kernel_parameters(text) == {
-        "twice": (("a", "other"), ("", "int")),
+        "twice": (Parameter("a", "other"), Parameter("", "int")),
         "none": (),
-        "more": tuple(zip(names, kinds, strict=True)),
+        "more": (
+            Parameter("a", "pointer", "float32", True),
+            Parameter("b", "int", "uint64"),
+            Parameter("c", "other"),
+            Parameter("d", "int", "uint8"),
+            Parameter("e", "float", "float64"),
+            Parameter("", "int", "bool"),
+            Parameter("", "int", "int8"),
+        ),
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        ("unsigned long long int", "uint64"),
+        ("long long", "int64"),
+        ("long", "int64"),
+        ("short int", "int16"),
+        ("signed", "int32"),
+        ("unsigned", "uint32"),
+        ("char", "int8"),
+        ("float*", "float32"),
+        ("const volatile float4*", "float32"),
+        ("float2*", "complex64"),
+        ("uint4*", "uint32"),
+        ("longlong2*", "int64"),
+        ("double3*", "float64"),
+        ("__half2*", "float16"),
+        ("__nv_bfloat16*", "bfloat16"),
+        ("e4m3_t*", "float8_e4m3fn"),
+        ("bool*", "bool"),
+        ("int**", "uint64"),
+        ("void*", ""),
+        ("Slot*", ""),
+    ],
+)
+def test_kernel_parameter_dtypes_are_parsed(text: str, dtype: str) -> None:
+    [parameter] = kernel_parameters(f'extern "C" __global__ void f({text} x) {{}}')["f"]
+    assert (parameter.name, parameter.dtype) == ("x", dtype)
+    assert parameter.is_const == ("const" in text)
 
 
 @pytest.mark.parametrize(
