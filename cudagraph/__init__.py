@@ -29,6 +29,6 @@ from graft.cudagraph.graph.graph import Graph, GraphBody, GraphExec, GraphLane
 from graft.cudagraph.graph.mailbox import MailboxWorker
 from graft.cudagraph.host.hostwork import NativeWork, PythonWork, check_captured, hostfunc
 from graft.cudagraph.host.payload import Payload
-from graft.cudagraph.kernels.kernels import Kernel, KernelModule, load_text
+from graft.cudagraph.kernels.kernels import Kernel, KernelModule, load_image, load_text
 from graft.cudagraph.lanes import Lane, StreamLane
 from graft.cudagraph.streams import Event, Stream

@@ -143,11 +143,11 @@ def _compile_soft(source: KernelSource) -> LoadedModule:
         )
     except KernelCompileError as error:
         raise KernelError(str(error)) from error
-    return _load_image(image)
+    return load_binary(image)
 
 
 def _compile_to_ptx(source: KernelSource) -> LoadedModule:
-    return _load_image(_compile_with_nvrtc(source, f"compute_{architecture()}"))
+    return load_binary(_compile_with_nvrtc(source, f"compute_{architecture()}"))
 
 
 def _compile_with_nvrtc(source: KernelSource, target: str) -> bytes:
@@ -162,7 +162,8 @@ def _compile_with_nvrtc(source: KernelSource, target: str) -> bytes:
     )
 
 
-def _load_image(image: bytes) -> LoadedModule:
+def load_binary(image: bytes) -> LoadedModule:
+    """Load an image: PTX text with a null byte at its end, or machine code."""
     # The driver copies the image during the call, so the image need not be kept alive.
     module = call(cu.cuModuleLoadData, image)
     return LoadedModule(module, _native.Resource(_native.ResourceKind.MODULE, int(module)))
@@ -178,7 +179,7 @@ def _compile_cuda(context: Context, source: KernelSource) -> LoadedModule:
     minor = context.attribute("COMPUTE_CAPABILITY_MINOR")
     image = _compile_with_nvrtc(source, f"sm_{major}{minor}")
     try:
-        return _load_image(image)
+        return load_binary(image)
     except DeviceError as error:
         raise KernelError(
             f"{source.name}: the driver does not load the machine code of NVRTC ({error}), and "

@@ -15,11 +15,19 @@ import numpy as np
 
 from graft.cudagraph.driver.context import Context
 from graft.cudagraph.driver.driver import call, check, cu, prepare_driver_call
+from graft.cudagraph.driver.dtypes import itemsize
 from graft.cudagraph.driver.foreign import read_foreign
 from graft.cudagraph.driver.memory import DeviceArray, PinnedArray, check_shape
 from graft.cudagraph.driver.pinned import PinnedField
 from graft.cudagraph.errors import DeviceError, KernelError, ShapeError
-from graft.cudagraph.kernels.compiler import KernelSource, LoadedModule, compile_source
+from graft.cudagraph.kernels.compiler import (
+    KernelSource,
+    LoadedModule,
+    cache_folder,
+    compile_source,
+    load_binary,
+)
+from graft.cudagraph.kernels.ptx import provide_ptx_library
 from graft.cudagraph.kernels.signature import (
     FLOAT,
     INT,
@@ -28,9 +36,13 @@ from graft.cudagraph.kernels.signature import (
     Parameter,
     accepted_dtypes,
     kernel_parameters,
+    parse_parameters,
     waiting_kernels,
 )
+from graft.native import _native
 
+#: First bytes of a cubin; other images are PTX text or a fatbin.
+ELF = b"\x7fELF"
 INVALID_VALUE = 1
 NOT_FOUND = 500
 #: If an integer has more bits than this, error messages show its size instead of its value.
@@ -280,7 +292,8 @@ class KernelModule:
 
     A module stays loaded as long as Python or a graph holds one of its kernels. `parameters`
     contains the parameters by kernel name (see :mod:`graft.cudagraph.kernels.signature`). `waiting`
-    contains the names of the kernels that call ``wait_for_previous_kernel()``.
+    contains the names of the kernels that call ``wait_for_previous_kernel()``. With `must_declare`,
+    kernels without an entry in `parameters` are refused.
     """
 
     def __init__(
@@ -289,18 +302,27 @@ class KernelModule:
         loaded: LoadedModule,
         parameters: Mapping[str, tuple[Parameter, ...]],
         waiting: frozenset[str],
+        *,
+        must_declare: bool = False,
     ) -> None:
         self.name = name
         self.parameters = parameters
         self.waiting = waiting
         self._loaded = loaded
+        self._must_declare = must_declare
         # The references are weak, because a kernel holds its module and strong references would
         # form a cycle.
         self._kernels: weakref.WeakValueDictionary[str, Kernel] = weakref.WeakValueDictionary()
 
     def __getitem__(self, name: str) -> Kernel:
+        """Return a kernel. KernelError is raised if the module has no kernel of this name."""
         kernel = self._kernels.get(name)
         if kernel is None:
+            if self._must_declare and name not in self.parameters:
+                raise KernelError(
+                    f"kernel {name!r} of {self.name} is not declared; the declared kernels are "
+                    f"{', '.join(self.parameters) or 'none'}"
+                )
             kernel = Kernel(self, name, self._function(name))
             self._kernels[name] = kernel
         return kernel
@@ -311,7 +333,9 @@ class KernelModule:
         except DeviceError as error:
             if error.code != NOT_FOUND:
                 raise
-            raise KernelError(f'{self.name} has no extern "C" kernel {name!r}') from error
+            raise KernelError(
+                f'{self.name} has no extern "C" kernel {name!r}{self._names_of_kernels()}'
+            ) from error
         # With lazy loading the driver may not have loaded the function yet. Load it now, because
         # loading it during a replay could wait for the whole device.
         call(cu.cuFuncLoad, function)
@@ -319,6 +343,15 @@ class KernelModule:
         if state != cu.CUfunctionLoadingState.CU_FUNCTION_LOADING_STATE_LOADED:
             raise KernelError(f"kernel {name!r} of {self.name} is not loaded after cuFuncLoad")
         return function
+
+    def _names_of_kernels(self) -> str:
+        """Return the names of the module's kernels for an error message, if the driver has them."""
+        if not hasattr(cu, "cuModuleEnumerateFunctions"):
+            return ""
+        count = call(cu.cuModuleGetFunctionCount, self._loaded.handle)
+        functions = call(cu.cuModuleEnumerateFunctions, count, self._loaded.handle)
+        names = [call(cu.cuFuncGetName, function).decode() for function in functions]
+        return f"; it has {', '.join(names)}" if names else ""
 
     def __repr__(self) -> str:
         return f"<KernelModule {self.name!r}>"
@@ -379,6 +412,69 @@ def load_text(
     prepare_driver_call("cuModuleLoadData")
     loaded = compile_source(context, KernelSource(text, name, defines or {}, folder))
     return KernelModule(name, loaded, kernel_parameters(text), waiting_kernels(text))
+
+
+def load_image(
+    context: Context, image: str | bytes, declarations: Mapping[str, str], name: str = "image"
+) -> KernelModule:
+    """Load kernels that another compiler has compiled, such as Triton, numba-cuda or CuPy.
+
+    Parameters
+    ----------
+    image
+        PTX text, or the bytes of PTX, a cubin or a fatbin. The soft device runs PTX only.
+    declarations
+        Parameters in C by kernel name, such as ``{"add": "float* x, const float* y, int n"}``. The
+        kernel name is the name of the entry in the image.
+    name
+        Name of the image in error messages.
+
+    Raises
+    ------
+    KernelError
+        The driver cannot load the image, the image has no kernel of a name, or the number or sizes
+        of the kernel's parameters differ from the declaration.
+    """
+    prepare_driver_call("cuModuleLoadData")
+    data = image.encode() if isinstance(image, str) else bytes(image)
+    is_text = not data.startswith(ELF)
+    if context.kind == "soft" and is_text:
+        provide_ptx_library(cache_folder() / "soft")
+    try:
+        loaded = load_binary(data + b"\0" if is_text else data)
+    except DeviceError as error:
+        if _native.is_context_fault(error.code):
+            raise
+        hint = ""
+        if context.kind == "soft":
+            hint = "; the soft device runs PTX, not machine code of GPUs"
+        raise KernelError(f"{name} cannot be loaded: {error}{hint}") from error
+    parameters = {kernel: parse_parameters(text) for kernel, text in declarations.items()}
+    module = KernelModule(name, loaded, parameters, frozenset(), must_declare=True)
+    for kernel in parameters:
+        _check_declaration(module[kernel])
+    return module
+
+
+def _check_declaration(kernel: Kernel) -> None:
+    """Raise KernelError if the declared parameters differ from those that the driver reports."""
+    declared = kernel.module.parameters[kernel.name]
+    if len(declared) != len(kernel.param_sizes):
+        raise KernelError(
+            f"kernel {kernel.name!r} of {kernel.module.name} has {len(kernel.param_sizes)} "
+            f"parameters of {kernel.param_sizes} bytes, but {len(declared)} are declared"
+        )
+    for i, (parameter, size) in enumerate(zip(declared, kernel.param_sizes, strict=True)):
+        expected = size
+        if parameter.kind == POINTER:
+            expected = 8
+        elif parameter.dtype:
+            expected = itemsize(parameter.dtype)
+        if expected != size:
+            raise KernelError(
+                f"kernel {kernel.name!r} of {kernel.module.name}: parameter {i} "
+                f"{parameter.name!r} is declared with {expected} bytes, but has {size}"
+            )
 
 
 def _parameter_layout(function: Any) -> list[tuple[int, int]]:

@@ -118,14 +118,19 @@ def kernel_parameters(text: str) -> Mapping[str, tuple[Parameter, ...]]:
     """
     found: dict[str, tuple[Parameter, ...]] = {}
     for kernel, text_between, _ in _entries(text):
-        parameters: tuple[Parameter, ...] = ()
-        if text_between.strip() not in ("", "void"):
-            parameters = tuple(_parameter(part) for part in text_between.split(","))
+        parameters = parse_parameters(text_between)
         earlier = found.get(kernel, parameters)
         if len(earlier) == len(parameters):
             parameters = tuple(map(_common, earlier, parameters))
         found[kernel] = parameters
     return found
+
+
+def parse_parameters(text: str) -> tuple[Parameter, ...]:
+    """Return the parameters of a parameter list in C, such as "float* x, int n"."""
+    if text.strip() in ("", "void"):
+        return ()
+    return tuple(_parameter(part) for part in text.split(","))
 
 
 def waiting_kernels(text: str) -> frozenset[str]:
