@@ -87,6 +87,7 @@ $(VENV)/.install-graft: pyproject.toml constraints.txt $(NATIVE_SOURCES) | $(VEN
 	@echo "[graft] installing graft and building its C++ part (takes minutes the first time)"
 	$(call pip,cmake ninja nanobind scikit-build-core)
 	$(call pip,--no-build-isolation --editable .)
+	@$(MAKE) --silent tree  # type checkers and editors find the packages there
 	@touch $@
 
 # XGrammar is installed without its dependencies, because its wheel depends on torch, transformers and
@@ -103,7 +104,7 @@ tree: # link the packages in build/tree, where they have the names that they hav
 	@mkdir -p build/tree/graft/native && find build/tree -xtype l -delete
 	@ln -sfn $(addprefix ../../../,cudagraph sampling grammar models tools) build/tree/graft
 	@ln -sfn $(addprefix ../../../../,$(filter-out %/__pycache__,$(patsubst %/,%,$(wildcard native/*/ \
-	  native/*.py)))) build/tree/graft/native
+	  native/*.py native/py.typed)))) build/tree/graft/native
 
 demo: install-graft ## generate ten outputs in one batch, nine of them with different grammars, and verify them
 	@$(if $(GRAFT_DEVICE),GRAFT_DEVICE=$(GRAFT_DEVICE)) $(PY) -m graft.tools.cli demo
@@ -117,7 +118,7 @@ docs: install-docs ## write the API reference as HTML to build/docs
 test: setup ## run the tests of at most a minute each, on the soft device; about 5 minutes on 2 cores
 	@GRAFT_DEVICE=soft $(RUN_TESTS) $(PARALLEL) $(PYTEST)
 
-test-full: setup install-kernels install-docs install-charts ## run all tests but the endurance tests, on the soft device
+test-full: setup install-kernels install-docs install-charts install-lint ## run all tests but the endurance tests, on the soft device
 	@GRAFT_DEVICE=soft $(RUN_TESTS) --full -o faulthandler_timeout=3600 $(PYTEST)
 
 soak: setup ## run the endurance tests, on the soft device
@@ -180,7 +181,7 @@ gpu: $(if $(filter none,$(VENV)),tree,setup) ## check and measure a GPU in at mo
 lint: install-lint tree ## check the code with ruff, mypy and clang-format
 	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
-	@MYPYPATH=build/tree $(PY) -m mypy build/tree/graft
+	@$(PY) -m mypy build/tree/graft
 	@git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs -r $(CLANG_FORMAT) --dry-run --Werror
 
 clean: ## remove everything that the targets created, including .venv

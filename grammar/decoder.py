@@ -25,7 +25,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph.graph import GraphLane
@@ -462,7 +462,7 @@ def _check_minimum(name: str, value: float, minimum: float) -> None:
         raise OptionError(f"guided decoder: {name} is {value}, must be at least {minimum}")
 
 
-def _native_request(request: GuidedRequest) -> tuple[int, int, int, object, int]:
+def _native_request(request: GuidedRequest) -> tuple[int, int, int, Any, int]:
     """Return a request as the tuple that the native worker's ``publish`` method takes."""
     native_matcher = None if request.matcher is None else request.matcher.native
     return request.slot, request.epoch, request.position, native_matcher, request.closing_end

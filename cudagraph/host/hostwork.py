@@ -191,7 +191,8 @@ def enqueue(
     capture = capture_of(handle)
     work = (name or item.title, item.native, item.keep, spin)
     if capture is not None:
-        code, api = _native.captured_host(handle, *capture, *work)
+        capture_id, captured = capture
+        code, api = _native.captured_host(handle, capture_id, captured, *work)
     else:
         code = _native.eager_host(handle, *work)
     check_code(api, code)

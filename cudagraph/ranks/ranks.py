@@ -286,12 +286,18 @@ class RankGroup:
 def _native_communicator(mpi: Any, comm: Any) -> Any:
     """Return the object through which native code calls MPI's C functions on `comm`."""
     library = ctypes.CDLL(mpi.__file__)
-    functions = (
-        ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-        for name in ("MPI_Isend", "MPI_Irecv", "MPI_Test")
+
+    def address(name: str) -> int:
+        return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+
+    return _native.Mpi(
+        address("MPI_Isend"),
+        address("MPI_Irecv"),
+        address("MPI_Test"),
+        mpi._sizeof(mpi.Comm) == ctypes.sizeof(ctypes.c_void_p),  # handles are pointers
+        mpi._handleof(comm),
+        mpi._handleof(mpi.BYTE),
     )
-    is_wide = mpi._sizeof(mpi.Comm) == ctypes.sizeof(ctypes.c_void_p)
-    return _native.Mpi(*functions, is_wide, mpi._handleof(comm), mpi._handleof(mpi.BYTE))
 
 
 class AllGather(ABC):

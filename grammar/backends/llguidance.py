@@ -378,6 +378,7 @@ class LLGuidanceBackend:
         """
         ending = ending_ids(self, compiled, stop_ids)
         automaton = compiled.automaton
+        handle: _native.guide.NativeMatcher
         if automaton is not None:
             handle = _native.guide.AutomatonMatcher(automaton, ending)
         else:

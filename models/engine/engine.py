@@ -21,7 +21,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 from tqdm import tqdm
 
@@ -42,7 +42,7 @@ from graft.models.engine.construction import (
 )
 from graft.models.engine.interrupt import CallGuard, Shield, exclusive
 from graft.models.engine.migrate import MigratedRequest, read_request, restore_output
-from graft.models.engine.options import Options
+from graft.models.engine.options import EngineOptions, Options
 from graft.models.engine.selection import GraphKey
 from graft.models.engine.stats import EngineStats
 from graft.models.errors import EngineError, EngineUseError, RequestError
@@ -128,8 +128,8 @@ class Engine:
         drafter: DrafterChoice | None = None,
         *,
         ranks: RankGroup | None = None,
-        **options: Any,
-    ):
+        **options: Unpack[EngineOptions],
+    ) -> None:
         requested = _check_arguments(model, drafter, ranks, options)
         folder = Path(model)
         config = LlamaConfig.from_dir(folder)
@@ -697,7 +697,7 @@ class Engine:
 
 
 def _check_arguments(
-    model: object, drafter: DrafterChoice | None, ranks: object, options: dict[str, Any]
+    model: object, drafter: DrafterChoice | None, ranks: object, options: EngineOptions
 ) -> Options:
     """Check the arguments of `Engine` and return its options.
 

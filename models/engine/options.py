@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.host.transports import TRANSPORTS
@@ -402,6 +402,30 @@ class Options:
 
     def _all_pages(self, length: int) -> int:
         return self.max_batch_size * -(-(length + self.slack) // self.internal.page_size)
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of `Options`, for checks of the keyword arguments of `Engine` by type checkers."""
+
+    max_batch_size: int
+    max_length: int | None
+    pages: int | None
+    prefix_cache_bytes: int | None
+    prefill_rows: int | str
+    draft_length: int | str
+    draft_tree: tuple[int, int] | Sequence[tuple[int, ...]] | None
+    draft_masking: str
+    forced_drafts: bool
+    verify: str
+    grammar_backend: str | Callable[[Vocabulary], GrammarBackend]
+    grammar_transport: str
+    grammar_threads: int | None
+    grammar_budget_us: float | None
+    generation: str
+    weights: str
+    limits: Limits
+    timeline: bool
+    internal: InternalOptions
 
 
 class _BlockOptions(Options):

@@ -51,11 +51,13 @@ void bind_records(nb::module_& m) {
       }))
       .def_prop_ro("failed", &GraphState::failed)
       .def_prop_ro("overrun", &GraphState::overrun, nb::call_guard<GilRelease>())
-      .def("pending",
-           [](const GraphState& self) -> nb::object {
-             Failure failure;
-             return self.pending(&failure) ? failure_tuple(failure) : nb::none();
-           })
+      .def(
+          "pending",
+          [](const GraphState& self) -> nb::object {
+            Failure failure;
+            return self.pending(&failure) ? failure_tuple(failure) : nb::none();
+          },
+          nb::sig("def pending(self) -> tuple[str, int, BaseException | None, str] | None"))
       .def("clear", &GraphState::clear);
   m.def(
       "adopt_state",
@@ -155,14 +157,21 @@ void bind_streams(nb::module_& m) {
       nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
       "Add host work to the captured graph; return (code, api).");
   m.def("spin_supported", [] { return driver().launch_host_func_v2 != nullptr; });
-  m.def("take_eager_failure", [](std::uint64_t stream) -> nb::object {
-    Failure failure;
-    return take_eager_failure(stream, &failure) ? failure_tuple(failure) : nb::none();
-  });
-  m.def("take_captured_failure", []() -> nb::object {
-    Failure failure;
-    return take_captured_failure(&failure) ? failure_tuple(failure) : nb::none();
-  });
+  m.def(
+      "take_eager_failure",
+      [](std::uint64_t stream) -> nb::object {
+        Failure failure;
+        return take_eager_failure(stream, &failure) ? failure_tuple(failure) : nb::none();
+      },
+      nb::sig("def take_eager_failure(stream: int) -> tuple[str, int, BaseException | None, str] | "
+              "None"));
+  m.def(
+      "take_captured_failure",
+      []() -> nb::object {
+        Failure failure;
+        return take_captured_failure(&failure) ? failure_tuple(failure) : nb::none();
+      },
+      nb::sig("def take_captured_failure() -> tuple[str, int, BaseException | None, str] | None"));
   m.def(
       "take_unreported_failures",
       [] {

@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from engine_util import TARGET
 from graft.cudagraph import OptionError
 from graft.cudagraph.ranks.ranks import RankGroup
 from graft.models import Engine, Limits, Options
-from graft.models.engine.options import InternalOptions, meaning
+from graft.models.engine.options import EngineOptions, InternalOptions, meaning
 from graft.sampling.tree import TreePlan
 
 WRONG = (
@@ -48,6 +49,10 @@ RIGHT = {
 TREE_PATHS = [(1,), [0, 2], (0,), (1, 0, 1), (1, 0)]
 #: Options for which None is invalid.
 NEEDED = {"max_batch_size", "page_size", "draft_length", "overlap", "timeline"}
+
+
+def test_engine_options_have_the_types_of_options():
+    assert get_type_hints(EngineOptions) == get_type_hints(Options)
 
 
 @pytest.mark.parametrize("kind", [Options, InternalOptions])

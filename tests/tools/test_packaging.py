@@ -84,6 +84,10 @@ def test_pins_are_the_packages_that_make_installs():
     assert all(re.fullmatch(r"[0-9][0-9a-z.]*", pin) for pin in PINS.values())
 
 
+def test_packages_are_marked_as_typed():
+    assert all((ROOT / package / "py.typed").is_file() for package in PACKAGES)
+
+
 def test_graft_is_a_namespace_of_packages():
     mapping = PROJECT["tool"]["scikit-build"]["wheel"]["packages"]
     assert mapping == {f"graft/{package}": package for package in PACKAGES}
@@ -344,6 +348,42 @@ def test_wheel_runs_in_empty_environment(tmp_path, wheel, which):
     )
 
 
+def check_types(checker: str, python: Path, program: Path) -> set[int]:
+    """Return the lines of a program in which a type checker finds errors."""
+    if checker == "mypy":
+        pytest.importorskip("mypy")
+        command = [sys.executable, "-m", "mypy", "--strict", "--python-executable"]
+    else:
+        found = shutil.which("pyright")
+        if not found:
+            pytest.skip("pyright is not installed")
+        command = [found, "--pythonpath"]
+    done = subprocess.run(
+        [*command, str(python), program.name], cwd=program.parent, text=True, capture_output=True
+    )
+    errors = re.findall(r"^ *(\S+?):(\d+)(?::\d+)?(?: -|:) error", done.stdout, re.M)
+    assert {Path(file).name for file, _ in errors} == {program.name}, done.stdout + done.stderr
+    return {int(line) for _, line in errors}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+def test_type_checkers_know_installed_graft(tmp_path, wheel, checker):
+    """Type checkers find each wrong argument and attribute in a user's program, and no others."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    [packages] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(packages)
+    native = packages / "graft" / "native" / "_native"
+    assert {path.name for path in native.iterdir()} == {"__init__.pyi", "guide.pyi", "labs.pyi"}
+    (tmp_path / "program").mkdir()
+    program = tmp_path / "program" / "program.py"
+    shutil.copy(Path(__file__).with_name("typed_program.py"), program)
+    lines = program.read_text().splitlines()
+    planted = {number for number, line in enumerate(lines, 1) if line.endswith("# error")}
+    assert check_types(checker, tmp_path / "venv" / "bin" / "python", program) == planted
+
+
 @pytest.fixture
 def project(tmp_path) -> Path:
     """Return a folder with the Makefile, one C++ source and a virtual environment.
@@ -419,13 +459,14 @@ def test_make_tree_links_packages_and_removes_stale_links(project):
     packages = [name for name in PACKAGES if name != "native"]
     for name in packages:
         (project / name).mkdir()
-    (project / "native" / "__init__.py").touch()
+    for name in ("__init__.py", "py.typed"):
+        (project / "native" / name).touch()
     assert run_make(project, "tree", "VENV=none")[0] == 0
     made = project / "build" / "tree" / "graft"
     (made / "native" / "gone.py").symlink_to("nowhere.py")
     (made / "native" / "_native.so").write_text("built")
     assert run_make(project, "tree", "VENV=none")[0] == 0
-    for name in (*packages, "native/guide", "native/__init__.py"):
+    for name in (*packages, "native/guide", "native/__init__.py", "native/py.typed"):
         assert (made / name).is_symlink() and (made / name).samefile(project / name)
     assert not (made / "native" / "gone.py").is_symlink()
     assert (made / "native" / "_native.so").read_text() == "built"

@@ -76,6 +76,19 @@ def imports(name: str) -> Iterator[str]:
             yield from found[:1]
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_package_lists_its_public_names(package):
+    """``__all__`` contains all imported names; type checkers do not allow the use of others."""
+    imported = set()
+    listed = []
+    for node in ast.parse(MODULES[package].read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("graft."):
+            imported |= {alias.asname or alias.name for alias in node.names}
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            listed = ast.literal_eval(node.value)
+    assert imported <= set(listed)
+
+
 def layer(name: str) -> int:
     """Return the position of a module's package in `PACKAGES`."""
     return PACKAGES.index(name.split(".")[0])
