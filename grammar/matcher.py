@@ -361,5 +361,7 @@ def _with_marker(inner: Matcher, marker: Marker, max_tokens: int | None) -> Matc
     except ValueError as error:
         if max_tokens is None:
             raise
-        raise GrammarError(f"max_reasoning_tokens is {max_tokens}, but {error}") from None
+        refusal = GrammarError(f"max_reasoning_tokens is {max_tokens}, but {error}")
+        refusal.param = "max_reasoning_tokens"
+        raise refusal from None
     return NativeBackedMatcher(compiled, inner.stop_ids, native, keep=inner)

@@ -21,7 +21,7 @@ from graft.grammar.resolve import resolve_spec
 from graft.models.engine.engine import Engine
 from graft.models.engine.options import DRAFT_MASKINGS, Options, meaning
 from graft.models.llm.weights import WEIGHTS
-from graft.models.request import Output, Request
+from graft.models.request import CLOSINGS, Output, Request
 from graft.sampling.params import VERIFY_MODES, SamplingParams
 from graft.tools.demo_model import DRAFTERS, demo_model
 from graft.tools.grammar_options import BACKEND_CHOICES, add_grammar_arguments
@@ -200,6 +200,20 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=256,
         help="maximum number of tokens to generate (default 256)",
+    )
+    sampling.add_argument(
+        "--closing",
+        choices=CLOSINGS,
+        default=CLOSINGS[0],
+        help="whether outputs with a grammar are complete within --max-tokens: auto: if the "
+        "grammar's matcher can guarantee it; require: refuse other grammars; off: no (default "
+        "auto)",
+    )
+    sampling.add_argument(
+        "--max-reasoning-tokens",
+        type=int,
+        metavar="N",
+        help="with --after, number of tokens within which the marker is complete",
     )
     defaults = SamplingParams()
     for name, text in _SAMPLING_HELP.items():

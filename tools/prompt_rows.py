@@ -33,7 +33,10 @@ SAMPLING_FIELDS = tuple(
     if param.name not in ("sample", "relaxed")
 )
 #: Fields of a row that are passed to the request unchanged.
-REQUEST_FIELDS = ("prompt", "messages", "tokens", "max_tokens", "n", "stop", *SAMPLING_FIELDS)
+REQUEST_FIELDS = (
+    *("prompt", "messages", "tokens", "max_tokens", "closing", "max_reasoning_tokens", "n", "stop"),
+    *SAMPLING_FIELDS,
+)
 #: Fields of a row that control how the chat template is applied.
 TEMPLATE_FIELDS = ("raw", "tools", "variables")
 ROW_FIELDS = {"id", *REQUEST_FIELDS, *TEMPLATE_FIELDS, *grammars.GRAMMAR_KEYS}
@@ -41,7 +44,7 @@ ROW_FIELDS = {"id", *REQUEST_FIELDS, *TEMPLATE_FIELDS, *grammars.GRAMMAR_KEYS}
 #: Request fields whose command line option has a single value.
 _SCALAR_OPTIONS = tuple(
     name
-    for name in ("max_tokens", "n", *SAMPLING_FIELDS)
+    for name in ("max_tokens", "closing", "max_reasoning_tokens", "n", *SAMPLING_FIELDS)
     if name not in ("seed", "logit_bias", "stop_ids", "allowed_ids", "banned_ids")
 )
 

@@ -44,6 +44,8 @@ EXTRA_FIELDS = (
     "include_reasoning",
     "separate_reasoning",
     "return_token_ids",
+    "closing",
+    "thinking_token_budget",
     "nonsense",
 )
 

@@ -130,6 +130,19 @@ def test_server_applies_grammar_after_reasoning(engine, stream):
     assert "</think>" not in content + reasoning
 
 
+def test_thinking_token_budget_limits_reasoning_before_free_text(engine):
+    """The demo model does not end a section by itself. The answer is cut off by max_tokens."""
+    fields = {"temperature": 1.5, "seed": 3, "return_token_ids": True, "ignore_eos": True}
+    with (
+        run_server(engine, reasoning_parser="deepseek_r1") as server,
+        openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
+    ):
+        choice = chat(client, thinking_token_budget=12, max_tokens=30, **fields).choices[0]
+    assert "</think>" in engine.tokenizer.decode(choice.token_ids[:12], special=True)
+    assert choice.message.content and choice.message.reasoning_content
+    assert (choice.finish_reason, len(choice.token_ids)) == ("length", 30)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_is_left_out_or_part_of_the_content_on_request(engine, stream):
     """Without max_tokens for an answer, the whole output of deepseek_r1 is reasoning."""

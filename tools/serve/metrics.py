@@ -28,6 +28,12 @@ _COUNTERS = (
         "grammar",
         "late_rows",
     ),
+    (
+        "graft_grammar_closed",
+        "Outputs whose tokens were limited so that they were complete within max_tokens.",
+        "grammar",
+        "closed",
+    ),
     ("graft_grammar_compiled", "Compiled grammars.", "compile", "compiled"),
     (
         "graft_prefix_hit_tokens",

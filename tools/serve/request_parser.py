@@ -31,6 +31,9 @@ from graft.tools.serve.tool_formats import TOOL_FORMATS, find_tool_format
 _MAX_BAD_WORDS = 1024
 _MAX_BAD_WORD_CHARACTERS = 1 << 14
 
+#: Answer of a request without a grammar whose reasoning section has a limit.
+_ANY_TEXT = GrammarSpec.structural_format({"type": "any_text"})
+
 
 class _BadWords(NamedTuple):
     """The words of the field ``bad_words``: words of one token as ids, longer words as texts."""
@@ -134,6 +137,13 @@ class RequestParser:
         role = "assistant"
         echo: list[str] | None = None
         prompt_logprobs = body.prompt_logprobs
+        may_reason = self._reasoning_parser is not None and isinstance(body, ChatRequest)
+        if body.thinking_token_budget >= 0 and not may_reason:
+            raise ApiError(
+                f"thinking_token_budget is {body.thinking_token_budget}, which requires a chat "
+                "completion and a server with --reasoning-parser",
+                param="thinking_token_budget",
+            )
         bad_words = self._read_bad_words(body.bad_words)
         options = self._options(body, grammar, bad_words.ids)
         if isinstance(body, ChatRequest):
@@ -161,7 +171,7 @@ class RequestParser:
         for i, (tokens, start) in enumerate(zip(prompts, reasoning_starts, strict=True)):
             one = replace(request, tokens=tokens, id=f"{prefix}-{suffix}/{i}")
             if start is not None:
-                one = self._with_reasoning(one, start, required=requires_answer(body))
+                one = self._with_reasoning(one, body, start)
             requests += one.samples()
         return ApiRequest(
             id=f"{prefix}-{body.request_id or suffix}",
@@ -317,17 +327,22 @@ class RequestParser:
             return None
         return reasoning.starts_in_reasoning(self._reasoning_parser, text, continued)
 
-    def _with_reasoning(self, request: Request, start: bool, *, required: bool) -> Request:
+    def _with_reasoning(
+        self, request: Request, body: ChatRequest | CompletionRequest, start: bool
+    ) -> Request:
         """Return a request whose output can have a reasoning section.
 
-        `start` says whether the output starts within the section. If `required`, the output cannot
-        end in the section.
+        `start` says whether the output starts within the section.
         """
         shown = (*request.shown_tokens, reasoning.BEGIN, reasoning.END)
         request = replace(request, shown_tokens=shown)
-        if request.grammar is None:
+        answer = request.grammar
+        if body.thinking_token_budget >= 0:
+            answer = answer or _ANY_TEXT
+            request = replace(request, max_reasoning_tokens=body.thinking_token_budget)
+        if answer is None:
             return request
-        grammar = reasoning.answer_grammar(request.grammar, start, required=required)
+        grammar = reasoning.answer_grammar(answer, start, required=requires_answer(body))
         return replace(request, grammar=grammar)
 
     def _echo(
@@ -366,6 +381,11 @@ class RequestParser:
             "logit_bias": body.logit_bias,
             "priority": -body.priority,
         }
+        # Free text is not closed, so that a text that `max_tokens` cuts off ends with "length".
+        if body.prompt_only or not requires_answer(body):
+            options["closing"] = "off"
+        if body.closing is not None:
+            options["closing"] = body.closing
         for name, request_field in ENGINE_FIELDS.items():
             if name in body.model_fields_set:
                 options[request_field] = getattr(body, name)

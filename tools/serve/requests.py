@@ -68,10 +68,11 @@ _API_FIELDS: dict[str, tuple[str, ...]] = {
     "logprobs": ("top_logprobs", "logprobs"),
     "banned_ids": ("bad_words",),
     "stop_after": ("min_tokens",),
+    "max_reasoning_tokens": ("thinking_token_budget",),
     "grammar": ("response_format", "structured_outputs", *GRAMMAR_FIELDS, "tools", "bad_words"),
 }
 #: Fields of `Request` whose names in error messages are replaced with the names of API fields.
-_RENAMED_FIELDS = ("stop_ids", "allowed_ids", "max_tokens", "stop_after")
+_RENAMED_FIELDS = ("stop_ids", "allowed_ids", "max_tokens", "stop_after", "max_reasoning_tokens")
 
 
 def _read_logit_bias(bias: Any) -> Any:
@@ -156,6 +157,8 @@ class GenerationFields(Fields):
     seed: StrictInt | None = Field(None, ge=-_MAX_INT64 - 1, le=_MAX_INT64)
     ignore_eos: StrictBool = False
     bad_words: Annotated[list[StrictStr], FailFast()] = Field(default_factory=list)
+    closing: Any = None  # the engine checks it
+    thinking_token_budget: StrictInt = Field(-1, ge=-1, le=_MAX_INT32)
     # Requests with a lower value run first, as in vLLM.
     priority: StrictInt = Field(0, ge=-_MAX_INT32, le=_MAX_INT32)
     truncate_prompt_tokens: Annotated[StrictInt | None, AfterValidator(_check_not_zero)] = Field(
@@ -269,7 +272,6 @@ class CompletionFields(GenerationFields):
     length_penalty: Annotated[Any, only(1.0)] = 1.0
     no_stop_trim: Annotated[Any, only(False)] = False
     stream_reasoning: Annotated[Any, only(True)] = True
-    thinking_token_budget: Annotated[Any, only(-1)] = -1
     return_hidden_states: Annotated[Any, only(False)] = False
 
     @model_validator(mode="after")
