@@ -6,14 +6,18 @@ The grammar backend is `LanguageBackend`, whose matchers know the exact distance
 import functools
 import itertools
 import re
+from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from engine_cases import DRAFTER_OPTIONS, MORE_TREE_OPTIONS, answer, settled
 from engine_util import demo_engine
+from engine_util import outputs as final_outputs
 from reference_language import LanguageBackend
+from table_model import chi_square_p
 
-from graft.grammar import GrammarSpec
+from graft.grammar import GrammarSpec, Vocabulary
 from graft.models.request import Request
 
 PATTERNS = (
@@ -107,7 +111,7 @@ def test_closing_completes_outputs_with_every_drafter(drafter, expected):
     )
 
 
-def test_closing_off_allows_incomplete_outputs(engine):
+def test_closing_off_allows_incomplete_final_outputs(engine):
     request = pattern_request(PATTERNS[0], 8, closing="off")
     [output] = engine.generate([request])
     assert (output.reason, output.closing, len(output.tokens)) == ("length", "off", 8)
@@ -164,3 +168,166 @@ def test_request_rejects_invalid_closing(engine, options):
     [output] = engine.generate([Request(tokens=PROMPT, **options)])
     assert output.reason == "refused"
     assert output.error_param == next(iter(options))
+
+
+def exact_law(engine, pattern, budget):
+    """Return the probability of each output of a pattern under the rows of `budget`.
+
+    The probabilities of the next tokens come from requests without a grammar that allow only the
+    ids of a row.
+    """
+    tokenizer = engine.tokenizer
+    vocabulary = Vocabulary.from_tokenizer(
+        tokenizer.backend, tokenizer.vocab_size, tokenizer.stop_ids
+    )
+    grammar = LanguageBackend(vocabulary).compile(GrammarSpec.regex(pattern))
+    law = {}
+    pending = {(): 1.0}
+    while pending:
+        rows = {}
+        for prefix in pending:
+            matcher = grammar.matcher(tokens=prefix)
+            if matcher.is_terminated():
+                law[prefix] = pending[prefix]
+            else:
+                rows[prefix] = matcher.allowed(budget - len(prefix))
+        requests = [
+            Request(
+                tokens=[*PROMPT, *prefix],
+                allowed_ids=row,
+                max_tokens=1,
+                logprobs=len(row),
+                logprobs_masked=True,
+            )
+            for prefix, row in rows.items()
+        ]
+        outputs = engine.generate(requests)
+        pending = {
+            (*prefix, token): pending[prefix] * np.exp(value)
+            for prefix, output in zip(rows, outputs, strict=True)
+            for token, value in output.logprobs[0].top
+        }
+    return law
+
+
+@pytest.mark.parametrize(
+    "mode, drafter",
+    [
+        ("rejection", "eagle3"),
+        pytest.param("per_token", "eagle3", marks=pytest.mark.full),
+        pytest.param("coupled", "eagle3, tree", marks=pytest.mark.full),
+        pytest.param("rejection", "dflash, lattice probe", marks=pytest.mark.full),
+    ],
+)
+def test_sampled_outputs_follow_law_of_closing_rows(mode, drafter):
+    """All outputs of a language whose budget binds pass a chi-square test against their law."""
+    pattern = "(ab|[ac ])*(b|an)"
+    budget = 4
+    with settled(closing_engine(max_batch_size=64, **ALL_OPTIONS[drafter])) as engine:
+        law = exact_law(engine, pattern, budget)
+        assert sum(law.values()) == pytest.approx(1.0, abs=1e-4)
+        assert max(map(len, law)) == budget and len(law) > 20
+        options = {"temperature": 1.0, "verify": mode}
+        p_values = []
+        while len(p_values) < 2 and (not p_values or p_values[-1] < 1e-3):  # retry once
+            first = 10_000 * len(p_values)
+            requests = [
+                pattern_request(pattern, budget, seed=seed, **options)
+                for seed in range(first, first + 800)
+            ]
+            counts = Counter(tuple(output.tokens) for output in engine.generate(requests))
+            assert set(counts) <= set(law)
+            observed = np.array([counts[tokens] for tokens in law])
+            p_values.append(chi_square_p(observed, np.array(list(law.values()))))
+    assert p_values[-1] > 1e-3, p_values
+
+
+@pytest.mark.parametrize("min_tokens", [5, 14, 20])
+def test_closing_completes_outputs_with_min_tokens(engine, min_tokens):
+    """A stop id comes before `min_tokens` only where no other token is legal."""
+    requests = []
+    for pattern, options in itertools.product(PATTERNS, MODES[:3]):
+        request = pattern_request(pattern, 20, seed=2, closing="require", **options)
+        requests.append(replace(request, min_tokens=min_tokens))
+    outputs = engine.generate(requests)
+    for request, output in zip(requests, outputs, strict=True):
+        check_complete(request, output)
+        assert len(output.tokens) > min_tokens or len(output.tokens) == 20
+
+
+def test_closing_with_several_stop_ids(engine):
+    """Any stop id without text completes the output; one with text makes it not guaranteed."""
+    [stop] = engine.tokenizer.stop_ids[:1]
+    special = next(
+        token
+        for token, added in engine.tokenizer.backend.get_added_tokens_decoder().items()
+        if added.special and token not in engine.tokenizer.stop_ids
+    )
+    bias = {special: 50.0, stop: -50.0}
+    request = pattern_request(PATTERNS[0], 14, closing="require", logit_bias=bias)
+    [output] = engine.generate([replace(request, stop_ids=[special])])
+    check_complete(request, output)
+    assert output.tokens[-1] == special
+    text_stop = output.tokens[1]
+    plain = replace(request, stop_ids=[text_stop], logit_bias={text_stop: 50.0})
+    [refused] = engine.generate([plain])
+    assert (refused.reason, refused.error_param) == ("refused", "closing")
+    assert "stop_ids" in refused.error
+    [output] = engine.generate([replace(plain, closing="auto")])
+    assert (output.closing, output.satisfies_grammar) == ("not guaranteed", False)
+
+
+def test_closing_with_excluded_ids_is_not_guaranteed(engine):
+    request = pattern_request(PATTERNS[0], 30, banned_ids=[7], closing="require")
+    [output] = engine.generate([request])
+    assert (output.reason, output.error_param) == ("refused", "closing")
+    assert "banned_ids" in output.error
+    [output] = engine.generate([replace(request, closing="auto")])
+    assert (output.reason, output.closing) == ("stop", "not guaranteed")
+
+
+def test_closing_is_not_guaranteed_without_distance():
+    with settled(demo_engine(grammar_backend="xgrammar")) as engine:
+        request = pattern_request(PATTERNS[0], 12)
+        [output] = engine.generate([request])
+        assert (output.reason, output.closing) == ("length", "not guaranteed")
+        [output] = engine.generate([replace(request, closing="require")])
+        assert (output.reason, output.error_param) == ("refused", "closing")
+        assert "does not know" in output.error
+
+
+def test_stop_string_ends_output_that_would_close(engine):
+    request = pattern_request(PATTERNS[0], 14, closing="require")
+    [output] = engine.generate([replace(request, stop=['"name"'])])
+    assert (output.reason, output.closing, output.finished) == ("stop_string", "guaranteed", False)
+
+
+def test_closing_counts_tokens_before_preemption_and_migration(engine):
+    """Preempted and migrated requests have the same outputs: the budget counts all tokens."""
+    requests = []
+    for request in budget_requests(MODES[:2], 6):
+        requests.append(replace(request, id=f"{len(requests)}"))
+    expected = [answer(output) for output in engine.generate(requests)]
+    rng = np.random.default_rng(4)
+    with settled(closing_engine(max_batch_size=3, draft_length=2)) as other:
+        found = {}
+        moved = set()
+        for request in requests:
+            engine.submit(request)
+        while engine.busy or other.busy:
+            for source in (engine, other):
+                found |= final_outputs(source.step()) if source.busy else {}
+            name = str(rng.integers(len(requests)))
+            engine.preempt(name)
+            other.preempt(name)
+            names = sorted(engine._scheduler.unfinished)
+            if names and rng.random() < 0.7:
+                name = str(rng.choice(names))
+                migrated = engine.migrate_out(name)
+                found |= final_outputs(engine.step()) if engine.busy else {}
+                other.migrate_in(migrated)
+                moved.add(name)
+    assert len(moved) > 3
+    assert sum(output.preempted for output in found.values()) > 1
+    assert [answer(found[str(request.id)]) for request in requests] == expected
+    assert {output.closing for output in found.values()} == {"guaranteed"}
