@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from graft.cudagraph.device import Device, open_device
 from graft.cudagraph.driver.cstruct import read_numbers, read_struct
 from graft.cudagraph.driver.dtypes import itemsize
+from graft.cudagraph.driver.foreign import read_foreign
 from graft.cudagraph.driver.memory import DeviceArray, PinnedArray
 from graft.cudagraph.errors import OptionError, ShapeError
 from graft.cudagraph.lanes import Lane, StreamLane
@@ -134,16 +134,17 @@ class DraftVerifier:
     def add(
         self,
         lane: Lane,
-        logits: DeviceArray,
-        drafts: DeviceArray | None = None,
-        q: DeviceArray | None = None,
+        logits: Any,
+        drafts: Any = None,
+        q: Any = None,
         *,
-        seeds: DeviceArray | None = None,
-        positions: DeviceArray | None = None,
+        seeds: Any = None,
+        positions: Any = None,
     ) -> None:
         """Add the kernels that verify drafts and write `tokens`.
 
-        `check` reports invalid values in the arrays, which the kernels find.
+        The kernels read the arrays in place. Arrays of other libraries, such as CuPy and torch, are
+        wrapped with `Device.wrap`. `check` reports invalid values, which the kernels find.
 
         Parameters
         ----------
@@ -174,7 +175,12 @@ class DraftVerifier:
             An array that the mode needs is missing.
         """
         batch, num_drafts, vocab_size = self.batch, self.drafts, self.vocab_size
-        expect("logits", logits, "float32", B=batch, rows=num_drafts + 1, V=vocab_size)
+        given = (logits, drafts, q, seeds, positions)
+        logits, drafts, q, seeds, positions = (
+            None if array is None else self.device.wrap(array) for array in given
+        )
+        sizes = {"B": batch, "K+1": num_drafts + 1, "V": vocab_size}
+        expect("logits", logits, "float32", **sizes)
         if num_drafts > 0:
             _require("drafts", drafts, f"K is {num_drafts}")
             expect("drafts", drafts, _INTEGERS, B=batch, K=num_drafts)
@@ -203,7 +209,10 @@ class DraftVerifier:
             self._faults,
         ]
         lane.kernel(self._load, batch, arrays.block, args, name="load drafts")
-        rows = logits.reshape(batch * (num_drafts + 1), vocab_size)
+        shape = (batch * (num_drafts + 1), vocab_size)
+        rows: Any = (
+            logits.view(0, shape) if isinstance(logits, PinnedArray) else logits.reshape(shape)
+        )
         self._sampler.target.sample(lane, rows, self._rows)
         self._sampler.verifier.commit(lane, self._rows)
         results = (arrays.results, arrays.row_words, arrays.row_status)
@@ -242,9 +251,10 @@ def verify_drafts(
     tokens are the same. Without drafts (K is 0), one token of each sequence is chosen. In this way,
     a drafter samples drafts with the random numbers that mode "coupled" uses for the target.
 
-    The parameters are those of `DraftVerifier` and `DraftVerifier.add`. Arrays may be NumPy arrays,
-    objects that NumPy converts, such as lists, and arrays of graft. For repeated calls, and in
-    graphs, use a `DraftVerifier`, which allocates its memory once.
+    The parameters are those of `DraftVerifier` and `DraftVerifier.add`. Arrays may be arrays of
+    NumPy, CuPy, torch and other libraries with DLPack, ``__cuda_array_interface__`` or the buffer
+    protocol, in host or device memory, and nested lists. For repeated calls, and in graphs, use a
+    `DraftVerifier`, which allocates its memory once and copies no arrays.
 
     Raises
     ------
@@ -254,14 +264,14 @@ def verify_drafts(
         A parameter or an element of an array is out of range, or a row of `q` does not sum to 1.
     """
     device = open_device()
-    shape = _shape(logits)
-    if len(shape) != 3 or min(shape) < 1:
-        raise ShapeError(f"logits is {list(shape)}, expected float32[B, K + 1, V]")
-    batch, width, vocab_size = shape
-    if _shape(drafts) != (batch, width - 1):
-        raise ShapeError(
-            f"drafts is {list(_shape(drafts))}, expected int32 or int64[B={batch}, K={width - 1}]"
-        )
+    stream = device.stream("verify drafts")
+    lane = StreamLane(stream)
+    logits = _to_device(device, lane, "logits", logits)
+    if len(logits.shape) != 3:
+        raise ShapeError(f"logits is {list(logits.shape)}, expected float32[B, K + 1, V]")
+    batch, width, vocab_size = logits.shape
+    if width == 1:
+        drafts = q = None
     verifier = DraftVerifier(
         device,
         batch=batch,
@@ -273,16 +283,11 @@ def verify_drafts(
         top_p=top_p,
         min_p=min_p,
     )
-    logits = _to_device(device, "logits", logits)
-    stream = device.stream("verify drafts")
-    verifier.add(
-        StreamLane(stream),
-        logits,
-        _to_device(device, "drafts", drafts) if width > 1 else None,
-        _to_device(device, "q", q),
-        seeds=_to_device(device, "seeds", seeds),
-        positions=_to_device(device, "positions", positions),
-    )
+    inputs = {"drafts": drafts, "q": q, "seeds": seeds, "positions": positions}
+    for name, array in inputs.items():
+        if array is not None:
+            inputs[name] = _to_device(device, lane, name, array)
+    verifier.add(lane, logits, **inputs)
     stream.synchronize()
     verifier.check()
     return [row[row >= 0].tolist() for row in verifier.tokens.to_host()]
@@ -293,21 +298,17 @@ def _require(name: str, array: DeviceArray | None, reason: str) -> None:
         raise OptionError(f"{name} must be given, because {reason}", param=name)
 
 
-def _shape(array: Any) -> tuple[int, ...]:
-    """Return the shape of an array or of nested sequences."""
-    shape = getattr(array, "shape", None)
-    return tuple(np.shape(array) if shape is None else shape)
-
-
-def _to_device(device: Device, name: str, array: Any) -> DeviceArray | None:
-    """Return an array in device memory; copy it only if it is in host memory."""
-    if array is None or isinstance(array, DeviceArray):
+def _to_device(device: Device, lane: StreamLane, name: str, array: Any) -> DeviceArray:
+    """Return an array of graft or of another library, or nested lists, as a DeviceArray."""
+    if isinstance(array, DeviceArray):
         return array
-    host: NDArray = array.array if isinstance(array, PinnedArray) else np.asarray(array)
-    if host.dtype not in (np.float32, np.int32, np.int64, np.uint64):
-        expected = {"logits": "float32", "q": "float32", "seeds": "uint64 or int64"}
-        raise ShapeError(f"{name} is {host.dtype}, expected {expected.get(name, 'int32 or int64')}")
-    return device.from_host(host)
+    found = read_foreign(array, name, lane.handle)
+    if found is None or isinstance(array, np.ndarray):
+        return device.from_host(np.asarray(array))
+    found.check_contiguous(name)
+    copy = device.empty(found.shape, found.dtype)
+    lane.copy(copy, array)
+    return copy
 
 
 def _describe(b: int, fault: Any, vocab_size: int) -> str:

@@ -10,7 +10,7 @@ import reference_round as ref
 from table_model import chi_square_p
 
 import graft.sampling.arrays
-from graft.cudagraph import Graph, OptionError, ShapeError
+from graft.cudagraph import Graph, OptionError, ShapeError, StreamLane
 from graft.sampling import DraftVerifier, verify_drafts
 
 MODES = {"rejection": ref.REJECTION, "per_token": ref.PER_TOKEN, "coupled": ref.COUPLED}
@@ -239,14 +239,73 @@ def test_draft_verifier_in_graph_verifies_new_inputs_in_every_replay(device, str
     assert (verifier.tokens.to_host()[1] == -1).all()
 
 
-def test_verify_drafts_accepts_lists_and_arrays_of_graft(device):
+class ByInterface:
+    """A device array of another library that has only ``__cuda_array_interface__``."""
+
+    def __init__(self, base, read_only=False):
+        interface = base.__cuda_array_interface__
+        self.__cuda_array_interface__ = {**interface, "data": (base.ptr, read_only)}
+        self.base = base
+
+
+class ByDlpack:
+    """An array of another library that has only DLPack."""
+
+    def __init__(self, base):
+        self.base = base
+
+    def __dlpack_device__(self):
+        return self.base.__dlpack_device__()
+
+    def __dlpack__(self, **options):
+        return self.base.__dlpack__(**options)
+
+
+def as_pinned(device, array):
+    """Return a copy of an array in pinned memory."""
+    pinned = device.pinned(array.shape, array.dtype)
+    pinned.array[:] = array
+    return pinned
+
+
+#: Functions that make an input from a device and a NumPy array.
+KINDS = {
+    "lists": lambda device, array: array if array.dtype == np.float32 else array.tolist(),
+    "strided": lambda device, array: np.stack([array, array], axis=-1)[..., 0],
+    "read-only": lambda device, array: np.frombuffer(array.tobytes(), array.dtype).reshape(
+        array.shape
+    ),
+    "DeviceArray": lambda device, array: device.from_host(array),
+    "PinnedArray": as_pinned,
+    "interface": lambda device, array: ByInterface(device.from_host(array)),
+    "interface, read-only": lambda device, array: ByInterface(device.from_host(array), True),
+    "DLPack, device": lambda device, array: ByDlpack(device.from_host(array)),
+    "DLPack, host": lambda device, array: ByDlpack(array),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_verify_drafts_accepts_arrays_of_all_libraries(device, kind):
+    rng = np.random.default_rng(4)
+    logits, drafts, q = random_inputs(rng, 5, 3, 40)
+    seeds = np.arange(5)
+    positions = np.arange(5) + 3
+    expected = verify_drafts(logits, drafts, q, mode="rejection", seeds=seeds, positions=positions)
+    given = [KINDS[kind](device, array) for array in (logits, drafts, q, seeds, positions)]
+    logits, drafts, q, seeds, positions = given
+    tokens = verify_drafts(logits, drafts, q, mode="rejection", seeds=seeds, positions=positions)
+    assert tokens == expected
+
+
+@pytest.mark.parametrize("kind", ["DeviceArray", "PinnedArray", "interface", "DLPack, device"])
+def test_draft_verifier_reads_arrays_in_place(device, stream, kind):
     logits = np.zeros((1, 2, 5), np.float32)
     logits[0, [0, 1], [3, 2]] = 1
-    pinned = device.pinned((1, 1), "int32")
-    pinned.array[:] = 3
-    for drafts in ([[3]], np.array([[3]]), device.from_host(np.array([[3]], np.int32)), pinned):
-        assert verify_drafts(logits, drafts, mode="greedy") == [[3, 2]]
-    assert verify_drafts(device.from_host(logits), [[4]], mode="greedy") == [[3]]
+    verifier = DraftVerifier(device, batch=1, drafts=1, vocab_size=5, mode="greedy")
+    drafts = KINDS[kind](device, np.array([[3]], np.int32))
+    verifier.add(StreamLane(stream), KINDS[kind](device, logits), drafts)
+    stream.synchronize()
+    assert verifier.tokens.to_host().tolist() == [[3, 2]]
 
 
 def changed(name, index, value):
@@ -270,10 +329,14 @@ WRONG = {
     "logits dtype": (
         replaced(logits=np.zeros((2, 4, 9))),
         ShapeError,
-        "logits is float64, expected float32",
+        r"logits is float64\[2, 4, 9\], expected float32",
     ),
-    "drafts shape": (replaced(drafts=[[1], [2]]), ShapeError, r"drafts is \[2, 1\], .*K=3"),
-    "drafts dtype": (replaced(drafts=np.zeros((2, 3))), ShapeError, "drafts is float64, expected"),
+    "drafts shape": (replaced(drafts=[[1], [2]]), ShapeError, r"drafts is int64\[2, 1\], .*K=3"),
+    "drafts dtype": (
+        replaced(drafts=np.zeros((2, 3))),
+        ShapeError,
+        r"drafts is float64\[2, 3\], expected int32 or int64",
+    ),
     "draft too large": (
         changed("drafts", (1, 2), 9),
         OptionError,
@@ -287,7 +350,11 @@ WRONG = {
         r"drafts\[0, 1\] is 2 after a -1",
     ),
     "q shape": (replaced(q=np.zeros((2, 3, 8), np.float32)), ShapeError, r"q is .*V=9"),
-    "q dtype": (replaced(q=np.zeros((2, 3, 9))), ShapeError, "q is float64, expected float32"),
+    "q dtype": (
+        replaced(q=np.zeros((2, 3, 9))),
+        ShapeError,
+        r"q is float64\[2, 3, 9\], expected float32",
+    ),
     "q sum": (changed("q", (1, 0, 0), 0.5), OptionError, r"q\[1, 0\] has the sum 1.3.*must be 1"),
     "q negative": (changed("q", (1, 2, 8), -0.25), OptionError, r"q\[1, 2\] contains -0.25"),
     "q NaN": (changed("q", (0, 1, 4), NAN), OptionError, r"q\[0, 1\] contains nan"),

@@ -2,17 +2,18 @@
 
 Read this file from top to bottom: it uses nothing of the engine's graph. Two requests, each with
 its own grammar and its own *slot* (its index in all arrays), are decoded at temperature 0. A round
-is one launch (replay) of the graph. It verifies K drafts of each request and makes K new ones. The
-graph has two *lanes*, sequences of nodes that run in order. ``^`` is a wait of the model lane for
-the grammar lane, and ``'`` a wait in the other direction::
+is one launch (replay) of the graph. It verifies K drafts of each request, and makes K new ones with
+an EAGLE-3 draft head. *Mask row* j of a slot has a bit for each token that is legal after draft j,
+or after the last token if j = 0. The graph has two *lanes*, sequences of nodes that run in order.
+``^`` is a wait of the model lane for the grammar lane, and ``'`` a wait in the other direction::
 
-    model    begin - target - verify - head ------ draft 1 - head ------- draft 2 ... draft K
-    grammar  open, row K ----^      '- commit, row 0 -^     '- draft 1, row 1 -^
+    model    begin - target -- verify - head ------------ draft 1 - head ------------ draft 2 - ...
+    grammar  open, row K ----^       '- commit, row 0 -^        '- draft 1, row 1 -^
 
 * *Where does the grammar run?* On the CPU, in host steps of the grammar lane: section 2.
 * *What waits for what?* A kernel that reads a mask row waits for the host step that fills the row,
   and a host step waits for the kernel that writes the tokens it reads: section 3. Meanwhile, the
-  model lane runs the forward pass of target or draft head, which needs no mask.
+  model lane runs the forward pass of target or head, which needs no mask.
 * *What makes the output exact?* The kernel ``verify`` (section 1) commits only tokens that the
   target chooses under the grammar's mask. Drafts decide only how many tokens a round commits.
 
@@ -46,7 +47,6 @@ REQUESTS = [
     ("code: QF-5702", GrammarSpec.regex("[A-Z]{2}-[0-9]{4}")),
 ]
 LENGTH = 512  # positions per slot in the KV caches
-MAX_ROUNDS = 64
 SLOTS = len(REQUESTS)
 K = 3  # drafts per round
 ROWS = (K + 1) * SLOTS  # forward row j * SLOTS + b: draft j of slot b, or its last token if j = 0
@@ -92,10 +92,10 @@ __device__ int column_of(unsigned long long best) {
 // 1 to j equal the tokens committed before. The row's mask is then that of decoding without drafts,
 // and so are its logits, whose bits do not depend on the other rows. The committed token is their
 // argmax; a draft only decides whether the loop goes on. A mask row counts only if its stamp is the
-// position of the token before the masked one: a row that a failed host step left is not used.
+// position of the token before the masked one, so an old row is not used if a host step has failed.
 extern "C" __global__ void verify(const unsigned long long* best, const int* stamps,
                                   const int* drafts, int stop, Slot* slots, int* committed,
-                                  int* counts, int* head_rows, int* last_row) {
+                                  int* counts, int* committed_rows, int* last_row) {
   const int b = threadIdx.x;
   Slot slot = slots[b];
   int count = 0, accepted = 0;
@@ -110,7 +110,7 @@ extern "C" __global__ void verify(const unsigned long long* best, const int* sta
   }
   for (int j = 0; j <= K; ++j) {  // the head combines the feature of a position with the NEXT token
     const int r = j * SLOTS + b;
-    set_row(head_rows, ROWS, r, slot.active && j < count, committed[r], b, slot.position + j);
+    set_row(committed_rows, ROWS, r, slot.active && j < count, committed[r], b, slot.position + j);
   }
   last_row[b] = (count > 0 ? count - 1 : 0) * SLOTS + b;
   if (count > 0) slot.last = committed[last_row[b]];
@@ -123,13 +123,14 @@ extern "C" __global__ void verify(const unsigned long long* best, const int* sta
 // Makes the head's best legal token draft j of each slot, and the input of the head's next pass. A
 // stop token ends the chain (-1). A slot that committed no token keeps its drafts.
 extern "C" __global__ void draft(int j, const unsigned long long* best, const int* d2t, int stop,
-                                 const Slot* slots, const int* counts, int* drafts, int* head_row) {
+                                 const Slot* slots, const int* counts, int* drafts,
+                                 int* draft_rows) {
   const int b = threadIdx.x;
   int* own = drafts + (j - 1) * SLOTS + b;
   const int before = j == 1 ? slots[b].last : own[-SLOTS], column = column_of(best[b]);
   const bool goes_on = slots[b].active && before >= 0 && before != stop && column >= 0;
   if (counts[b] > 0) *own = !goes_on ? -1 : d2t == nullptr ? column : d2t[column];
-  set_row(head_row, SLOTS, b, counts[b] > 0 && goes_on, *own, b, slots[b].position + j - 1);
+  set_row(draft_rows, SLOTS, b, counts[b] > 0 && goes_on, *own, b, slots[b].position + j - 1);
 }
 """
 
@@ -139,9 +140,8 @@ extern "C" __global__ void draft(int j, const unsigned long long* best, const in
 class Grammar:
     """The host steps, and the pinned memory through which they and the kernels exchange data.
 
-    Mask row j of a slot has a bit for each token that is legal after draft j, or after the last
-    token if j = 0. The host steps need no locks, because the graph orders them and the kernels that
-    use the same memory. An exception fails the replay, and the next `launch` raises it.
+    No locks are needed: the graph orders the host steps and the kernels that use the same memory. A
+    step must not call the CUDA driver. Its exceptions are raised by `synchronize` or `launch`.
     """
 
     def __init__(self, device: Device, matchers: list[Matcher], positions: list[int]) -> None:
@@ -203,8 +203,8 @@ def generate() -> list[list[tuple[int, list[int]]]]:
 
     slots = device.from_host(np.array([(len(p) - 1, p[-1], 1) for p in prompts], np.int32))
     masks = device.zeros((K + 1, SLOTS, vocabulary.words), "int32")  # copies of `host.masks`
-    rows, head_rows = (device.zeros((3, ROWS), "int32") for _ in range(2))
-    head_row, last_row = device.zeros((3, SLOTS), "int32"), device.zeros((SLOTS,), "int32")
+    rows, committed_rows = device.zeros((3, ROWS), "int32"), device.zeros((3, ROWS), "int32")
+    draft_rows, last_row = device.zeros((3, SLOTS), "int32"), device.zeros((SLOTS,), "int32")
     features = device.zeros((ROWS, feature_width), "float32")
     logits = device.zeros((ROWS, target.vocab_size), "float32")
     head_logits = device.zeros((SLOTS, head.draft_vocab), "float32")
@@ -217,7 +217,7 @@ def generate() -> list[list[tuple[int, list[int]]]]:
     model, grammar = graph.lane("model"), graph.lane("grammar")
 
     def add_host_step(work, j, name):
-        """Add a host step and the copy of the mask row that it fills; return the mark after it."""
+        """Add a host step and a copy of the mask rows that it fills; return the mark after it."""
         grammar.host(work, name=name)
         grammar.copy(masks[j], host.masks[j], name=f"copy row {j}")
         return grammar.record()
@@ -235,29 +235,29 @@ def generate() -> list[list[tuple[int, list[int]]]]:
     target.forward(model, Rows(*rows), features, logits)  # overwrites the KV of rejected drafts
     model.wait(filled)  # rows 0 to K - 1 were filled while the drafts were made
     add_argmax(logits, mask=masks.reshape(ROWS, -1))
-    outputs = [host.committed, host.counts, head_rows, last_row]
+    outputs = [host.committed, host.counts, committed_rows, last_row]
     args = [best, host.stamps, host.drafts, stop, slots, *outputs]
     model.kernel(kernels["verify"], 1, SLOTS, args)
 
     grammar.wait(model.record())  # `commit` reads the tokens that `verify` writes
     filled = add_host_step(host.commit, 0, "commit: row 0")
-    hidden = head.entries(model, Rows(*head_rows), features)  # feed the committed tokens
+    hidden = head.entries(model, Rows(*committed_rows), features)  # feed the committed tokens
     hidden = head.head(model, hidden, head_logits, last_row)  # logits after the last of them
     for j in range(1, K + 1):
         model.wait(filled)  # draft j is chosen under row j - 1
         add_argmax(head_logits, mask=masks[j - 1], d2t=head.d2t)
-        args = [j, best, head.d2t, stop, slots, host.counts, host.drafts, head_row]
+        args = [j, best, head.d2t, stop, slots, host.counts, host.drafts, draft_rows]
         model.kernel(kernels["draft"], 1, SLOTS, args, name=f"draft {j}")
         if j < K:
             grammar.wait(model.record())  # the step reads draft j
             filled = add_host_step(partial(host.follow, j), j, f"draft {j}: row {j}")
-            hidden = head.step(model, Rows(*head_row), hidden, head_logits)
+            hidden = head.step(model, Rows(*draft_rows), hidden, head_logits)
 
     # 4. Prefill and rounds ------------------------------------------------------------------------
     stream = device.stream()
     lane = StreamLane(stream)  # the same calls as above, but the work runs at once
     for b, prompt in enumerate(prompts):
-        host.fill(0, b)
+        host.fill(0, b)  # the first round has no drafts, so only row 0 is needed
         for cache in (target.kv, head.kv):
             cache.allocate(b, LENGTH)
             cache.set_table(lane, b)
@@ -273,7 +273,7 @@ def generate() -> list[list[tuple[int, list[int]]]]:
 
     run = graph.instantiate()
     results: list[list[tuple[int, list[int]]]] = [[] for _ in REQUESTS]
-    for _ in range(MAX_ROUNDS):
+    for _ in range(64):  # a limit for outputs that do not end; each slot has LENGTH positions
         run.launch(stream)
         run.synchronize(timeout_s=10)
         for b, (count, accepted) in enumerate(host.counts.array.T.tolist()):

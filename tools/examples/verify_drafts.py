@@ -1,7 +1,8 @@
 """Use graft.sampling to verify the drafts of any drafter exactly, without an engine.
 
 The inputs are logits of the target, drafts, and the distributions q that the drafts were sampled
-from. The results are the accepted drafts and one more token of each sequence.
+from. The results are the accepted drafts and one more token of each sequence. Here, the inputs are
+NumPy arrays; arrays of CuPy and torch are passed in the same way.
 """
 
 from __future__ import annotations
@@ -20,26 +21,25 @@ def main() -> None:
     rng = np.random.default_rng(7)
     draft_logits = rng.normal(0, 2, (B, K, V)).astype(np.float32)
     q = np.exp(draft_logits) / np.exp(draft_logits).sum(axis=-1, keepdims=True)
-    drafts = [[rng.choice(V, p=row / row.sum()) for row in rows] for rows in q.astype(float)]
+    drafts = (q[..., :-1].cumsum(axis=-1) < rng.random((B, K, 1))).sum(axis=-1)  # sampled from q
     # Row j of the logits is the target's output for draft j; row 0 is that for the last token.
     logits = rng.normal(0, 0.5, (B, K + 1, V)).astype(np.float32)
     logits[:, :K] += draft_logits
-    # Random numbers depend on the seed of a sequence and the position of the token to be decided.
-    random = {"seeds": [11, 12, 13, 14], "positions": [20, 20, 31, 5]}
+    # Random numbers depend on the seed of a sequence and on the position of the token to decide.
+    seeds = np.array([11, 12, 13, 14])
+    positions = np.array([20, 20, 31, 5])  # of the token that row 0 of the logits decides
 
     for mode in ("greedy", "rejection", "coupled"):
-        tokens = verify_drafts(logits, drafts, q, mode=mode, **random)
+        tokens = verify_drafts(logits, drafts, q, mode=mode, seeds=seeds, positions=positions)
         print(f"{mode}: {tokens}, {sum(map(len, tokens)) - B} of {B * K} drafts accepted")
 
     # In mode "coupled", more drafts are accepted if the drafter samples with the random numbers of
     # the target. Without drafts, the same function samples one token of each sequence.
     for j in range(K):
-        position = {"seeds": random["seeds"], "positions": np.array(random["positions"]) + j}
         row = draft_logits[:, j : j + 1]
-        sampled = verify_drafts(row, np.zeros((B, 0), int), mode="coupled", **position)
-        for b in range(B):
-            drafts[b][j] = sampled[b][0]
-    tokens = verify_drafts(logits, drafts, mode="coupled", **random)
+        sampled = verify_drafts(row, None, mode="coupled", seeds=seeds, positions=positions + j)
+        drafts[:, j] = np.ravel(sampled)
+    tokens = verify_drafts(logits, drafts, mode="coupled", seeds=seeds, positions=positions)
     print(f"coupled drafts: {tokens}, {sum(map(len, tokens)) - B} of {B * K} drafts accepted")
 
 
