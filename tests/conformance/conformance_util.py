@@ -50,6 +50,7 @@ TEXTS = {
     "thinks": '<think>He said {"name": 1}.</think>{"name": "Ed", "age": 41}',
     "thinks-fence": '<think>As JSON.</think>\n\n```json\n{"name": "Flo", "age": 52}\n```',
     "thinks-brace": '<think>So be it.</think>{{"name": "Gus", "age": 63}}',
+    "thinks-goes-on": '<think>Yes.</think>{"name": "Lea", "age": 28} and so on.',
     "long": f'{{"name": "{" ".join(f"w{i}" for i in range(30))}", "age": 74}}',
     "emoji": '{"name": "山田👍🏽太郎 👩‍👩‍👧", "age": 85}',
     "call": (

@@ -44,9 +44,9 @@ class Row:
     project, number
         Project of `PROJECTS`, and number of the issue or pull request.
     wrong
-        What went wrong there.
+        The error of the project.
     right
-        What is right, as the test checks it.
+        Correct behavior, as the test checks it.
     """
 
     project: str
@@ -101,10 +101,7 @@ def table() -> str:
         heading = (theme.__doc__ or "").splitlines()[0].rstrip(".")
         file = Path(theme.__file__ or "").name
         parts += [f"### {heading}", "", f"Tests: [{file}]({file})", ""]
-        parts += [
-            "| issue | what went wrong | what is right | test | graft |",
-            "|---|---|---|---|---|",
-        ]
+        parts += ["| issue | error | correct behavior | test | graft |", "|---|---|---|---|---|"]
         for name, test in named_tests(theme).items():
             for row in test.rows:
                 short = name.removeprefix("test_")

@@ -1,4 +1,4 @@
-"""A bad request fails alone, and no request leaves anything behind.
+"""A bad request fails alone, and finished requests are freed.
 
 The oracles are the texts of other requests in the same batch, HTTP status codes, and the counts of
 live objects that the soft device keeps.

@@ -70,15 +70,17 @@ def proposer(engine, lengths):
     54437,
     "When the hand-over of drafts to the scheduler goes stale, mask rows of the drafts allow every "
     "token, and up to a round of unconstrained tokens is accepted.",
-    "Drafts that the grammar has not seen are verified under full mask rows.",
+    "Drafts that the grammar has not seen are verified under complete mask rows.",
 )
 def test_drafts_of_the_unconstrained_text_are_rejected(plain, engine_of):
+    """The texts begin as the grammar demands and leave it later, in the middle of the drafts."""
     engine = engine_of(proposer(plain, lambda calls: 3), draft_length=3)
-    requests = [ask("prose", grammar=GUIDED) for _ in range(3)]
+    names = ("goes-on", "newlines", "separator", "separator-inside", "prose")
+    requests = [ask(name, grammar=GUIDED) for name in names]
     outputs = engine.generate(requests)
     assert results(outputs) == one_by_one(plain, requests)
     assert all(output.reason == "stop" and is_person(output.text) for output in outputs)
-    assert sum(engine.stats.tested) > 10
+    assert sum(engine.stats.accepted) > 10
 
 
 @issue(
@@ -87,9 +89,21 @@ def test_drafts_of_the_unconstrained_text_are_rejected(plain, engine_of):
     "With speculative decoding, the grammar is silently ignored for drafts and target.",
     "Outputs with and without speculation satisfy the schema and are equal.",
 )
-@pytest.mark.parametrize("masking", ["auto", "probe", "none"])
-def test_grammar_holds_with_speculation(plain, model, engine_of, masking):
-    engine = engine_of(model, draft_length=5, draft_masking=masking)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"draft_masking": "auto"},
+        {"draft_masking": "probe"},
+        {"draft_masking": "none"},
+        {"draft_tree": (2, 3)},
+        {"forced_drafts": True},
+        {"generation": "graph"},
+        {"grammar_backend": "xgrammar"},
+    ],
+    ids=lambda options: "-".join(map(str, *options.items())),
+)
+def test_grammar_holds_with_speculation(plain, model, engine_of, options):
+    engine = engine_of(model, draft_length=5, **options)
     requests = [ask(name, grammar=GUIDED) for name in ("prose", "list", "goes-on", "call")]
     outputs = engine.generate(requests)
     assert all(is_person(output.text) for output in outputs)
@@ -167,11 +181,11 @@ def test_rounds_in_which_no_request_has_drafts(plain, engine_of):
 @issue(
     "vLLM",
     22896,
-    "In a batch with guided requests, the mask rows of the others are initialised with zeros, so "
+    "In a batch with guided requests, the mask rows of the others are initialized with zeros, so "
     "they only generate exclamation marks.",
-    "Unconstrained requests write the same text alone and beside guided requests.",
+    "Unconstrained requests write their own texts in a batch with guided requests.",
 )
-def test_unconstrained_requests_beside_guided_requests(drafting):
+def test_unconstrained_requests_in_a_batch_with_guided_requests(drafting):
     names = ("prose", "list", "call", "goes-on")
     requests = []
     for name in names:
@@ -303,8 +317,8 @@ def test_ngram_drafts_of_illegal_text_in_the_prompt(plain, engine_of):
 @issue(
     "SGLang",
     40458,
-    "In batches that mix prefill and decoding, the grammar of decoding requests is one token "
-    "behind, and the next token is refused.",
+    "In batches that mix prefill and decoding, the grammar of decoding requests lags by one token, "
+    "and the next token is refused.",
     "Requests that join with long prompts do not change the outputs of running guided requests.",
 )
 def test_prefill_of_other_requests_does_not_delay_the_grammar(plain, model, engine_of):

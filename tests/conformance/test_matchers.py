@@ -1,4 +1,4 @@
-"""Matchers go back exactly, and masks agree with what they accept.
+"""Rollbacks restore the matcher, and a mask has exactly the acceptable ids.
 
 These tests use the grammar package without an engine, with both grammar libraries and with
 automata. The oracles are new matchers that have accepted only the tokens that remain, and for masks
@@ -61,7 +61,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
     "vLLM",
     25905,
     "A rollback over a drafted EOS leaves the matcher terminated.",
-    "The matcher is no longer terminated, accepts the stop id again and terminates again.",
+    "The rollback ends the termination; the matcher can accept the stop id again.",
 )
 @every_kind
 @pytest.mark.parametrize("stop", [STOP, OTHER_STOP])

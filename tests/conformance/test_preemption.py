@@ -1,4 +1,4 @@
-"""A request that is preempted or moved goes on exactly where it was.
+"""Preempted and moved requests continue exactly where they were.
 
 The oracles are the texts of the scripted model, jsonschema, and outputs without preemption and
 without speculation.
@@ -120,8 +120,8 @@ def test_round_in_flight_during_a_preemption(plain, model, engine_of):
 @issue(
     "SGLang",
     25388,
-    "With disaggregated prefill and overlap, the decoding side is one round behind with the "
-    "grammar, and guided requests are aborted.",
+    "With disaggregated prefill and overlap, the grammar of the decoding side lags by one round; "
+    "guided requests are aborted.",
     "Requests that move to another engine after 1 to 8 tokens have the text of the model.",
 )
 def test_migration_of_a_guided_request(model, engine_of):

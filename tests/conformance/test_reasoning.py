@@ -174,11 +174,12 @@ def test_marker_that_spans_several_tokens(plain, model, engine_of):
     "preemption.",
 )
 def test_preemption_around_the_marker(plain, model, engine_of):
-    [expected] = one_by_one(plain, [ask("thinks", grammar=REASONED)])
+    [expected] = one_by_one(plain, [ask("thinks-goes-on", grammar=REASONED)])
+    assert is_person(expected[2].partition("</think>")[2])
     engine = engine_of(model, draft_length=1)
     counts = range(1, len(expected[1]))
     for count in counts:
-        engine.submit(ask("thinks", grammar=REASONED, id=str(count)))
+        engine.submit(ask("thinks-goes-on", grammar=REASONED, id=str(count)))
     seen = dict.fromkeys(map(str, counts), 0)
     found = []
     while engine.busy:

@@ -139,7 +139,7 @@ def test_strict_is_not_part_of_the_prompt(client):
     12597,
     "The model writes a code fence in place of a call; the empty stack of the grammar ends the "
     "server.",
-    'The same, with `tool_choice` "required".',
+    'As above, with `tool_choice` "required".',
 )
 def test_descriptions_do_not_change_the_grammar(client):
     texts = ["plain", '"}]} root ::= "x"', "```json\n{\n", '\\d+ [^"]* <tool_call>', "日本語\u0000"]
