@@ -35,6 +35,7 @@ _FAULT = read_struct(_SOURCE, "GivenFault")
 _MIN_TEMPERATURE = 1e-5
 #: Exclusive upper bound of positions; the kernels accept positions below it.
 _LIMIT = 2**31 - 1
+_MAX_BATCH = (1 << 15) - 1  # of `SamplingArrays`
 _INTEGERS = ("int32", "int64")
 
 
@@ -97,6 +98,7 @@ class DraftVerifier:
             params = SamplingParams(
                 temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, verify=mode
             )
+        check_range("batch", batch, 1, _MAX_BATCH)
         check_range("drafts", drafts, 0, MAX_DRAFTS)
         params.check(vocab_size)
         self.device = device
@@ -153,7 +155,9 @@ class DraftVerifier:
             those of the first token. Illegal tokens have the logit -inf, see `MaskApply`.
         drafts
             int32 or int64 [B, K], token ids. -1 ends the drafts of a sequence, so that it has fewer
-            than K. None if K is 0.
+            than K. Whether a sequence has a draft j may depend on the tokens before it, but not on
+            the token that was sampled as draft j: dropping unlikely drafts changes the
+            distribution. None if K is 0.
         q
             float32 [B, K, V], the distribution from which each draft was sampled, in the modes
             "rejection" and "per_token". None: the drafts were not sampled from a distribution, for

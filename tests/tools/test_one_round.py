@@ -51,6 +51,21 @@ def test_hand_built_round_gives_same_tokens_with_wrong_drafts(device, monkeypatc
     assert all(accepted == 0 for rounds in results for accepted, _ in rounds)
 
 
+@pytest.mark.parametrize("skipped", [1, one_round.K])
+def test_hand_built_round_uses_only_mask_rows_that_were_filled(device, monkeypatch, skipped):
+    expected = [tokens_of(rounds) for rounds in one_round.generate()]
+    follow = one_round.Grammar.follow
+
+    def follow_others(self, j):
+        if j != skipped:
+            follow(self, j)
+
+    monkeypatch.setattr(one_round.Grammar, "follow", follow_others)
+    results = one_round.generate()
+    assert [tokens_of(rounds) for rounds in results] == expected
+    assert max(len(tokens) for rounds in results for _, tokens in rounds) == skipped
+
+
 def test_failed_host_step_of_hand_built_round_is_raised(device, monkeypatch):
     def fail(self, j):
         raise ValueError(f"no row {j}")

@@ -51,7 +51,7 @@ SLOTS = len(REQUESTS)
 K = 3  # drafts per round
 ROWS = (K + 1) * SLOTS  # forward row j * SLOTS + b: draft j of slot b, or its last token if j = 0
 
-# 1. Kernels ---------------------------------------------------------------------------------------
+# 1. Kernels: `verify` makes the output exact ------------------------------------------------------
 
 KERNELS = """
 struct Slot {  // state of a request, which stays on the device from round to round
@@ -184,7 +184,7 @@ class Grammar:
 
 def generate() -> list[list[tuple[int, list[int]]]]:
     """Answer `REQUESTS`. For each round of a request, return accepted drafts and tokens."""
-    # 3. Models and graph --------------------------------------------------------------------------
+    # 3. Models and graph: what waits for what -----------------------------------------------------
     device = open_device()
     target_dir, head_dir = demo_model()
     target = LlamaModel.from_dir(device, target_dir, slots=SLOTS, positions=LENGTH)
