@@ -55,6 +55,7 @@ __all__ = [
     "KernelError",
     "KernelModule",
     "Lane",
+    "load_image",
     "load_text",
     "MailboxWorker",
     "NativeWork",
