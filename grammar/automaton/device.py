@@ -275,7 +275,7 @@ class DeviceAutomata:
         """
         table = self._tables.pop(grammar, None)
         if table is None:
-            data = table_data(grammar.serialize())
+            data = table_data(grammar)
             offset = self._allocate(lane, len(data))
             if offset is None:
                 self._counts["refused"] += 1
@@ -458,10 +458,11 @@ class DeviceAutomata:
 def _has_automaton(matcher: Matcher) -> bool:
     """Return whether kernels can take over a matcher.
 
-    The matcher must run an automaton and must not have terminated, and its stop ids must fit into
-    ``AutomatonSlot.stop_ids``.
+    The matcher must run an automaton without a stack and must not have terminated, and its stop ids
+    must fit into ``AutomatonSlot.stop_ids``.
     """
-    if not isinstance(matcher.native, _native.guide.AutomatonMatcher):
+    native = matcher.native
+    if not isinstance(native, _native.guide.AutomatonMatcher) or native.grammar.has_stack:
         return False
     return len(matcher.stop_ids) <= _MAX_STOPS and not matcher.is_terminated()
 
@@ -470,20 +471,18 @@ def _as_bytes(array: NDArray) -> NDArray[np.uint8]:
     return np.ascontiguousarray(array).view(np.uint8)
 
 
-def table_data(serialized: bytes) -> NDArray[np.uint8]:
-    """Convert a serialized automaton to the device's table (``struct AutomatonTable``).
+def table_data(grammar: Any) -> NDArray[np.uint8]:
+    """Convert the automaton of a native grammar to the device's table (``struct AutomatonTable``).
 
-    Raises
-    ------
-    OptionError
-        The data has the wrong size.
+    The automaton must not have a stack.
     """
-    states, classes = np.frombuffer(serialized, np.int32, 2).tolist()
-    byte_class, accepting, following = np.split(
-        np.frombuffer(serialized, np.uint8, offset=8), [256, 256 + states]
-    )
-    if following.nbytes != 2 * states * classes:
-        raise OptionError(f"automaton: {len(serialized)} bytes do not fit {states} states")
-    rows = np.full(states, -1, np.int32).view(np.uint8)
-    header = np.array([states, classes], np.int32).view(np.uint8)
-    return np.concatenate([header, byte_class, rows, following, accepting])
+    table = grammar.table()
+    states, classes = table["next"].shape
+    parts = [
+        np.array([states, classes], np.int32),
+        table["classes"],
+        np.full(states, -1, np.int32),
+        table["next"],
+        table["accepting"],
+    ]
+    return np.concatenate([_as_bytes(part).ravel() for part in parts])

@@ -42,7 +42,7 @@ def compile_automaton(grammar: ResolvedGrammar) -> bytes | None:
         expression = lower(grammar)
         if len(expression) > MAX_EXPRESSION:
             return None
-        return bytes(_native.guide.compile_automaton(expression, MAX_STATES))
+        return bytes(_native.guide.compile_automaton([(0, 0, expression)], MAX_STATES))
     except RecursionError:  # the schema is nested more deeply than this function can read
         return None
     except ValueError:  # NotRegular, or the automaton exceeds a limit or allows no text

@@ -1,7 +1,7 @@
 """Expressions of grammar rules as lists of integers, which native code compiles to automata.
 
 An expression matches a set of texts. It is written in postfix notation;
-``native/guide/expression.h`` defines the operations. The functions of this module build
+``native/guide/automaton/expression.h`` defines the operations. The functions of this module build
 expressions from smaller ones.
 
 A grammar is a list of rules. The root is rule 0. Every other rule has an opening byte, a closing

@@ -8,9 +8,10 @@
 // 3. fill() is not called after termination. It sets the bits at and beyond the vocabulary size
 //    to 0.
 // 4. distance() is an upper bound D of the number of tokens, the stop token included, after which
-//    the text can be complete. If D of a state is known, D is known in all later states, and:
-//    D = 0 after termination; D = 1 where a stop token is legal; in any other state some legal
-//    token leads to a state with a smaller D. Calls do not change the matcher.
+//    the text can be complete. If D of a state is known, D is known in all states to which tokens
+//    lead that fill() allows with a budget, and: D = 0 after termination; D = 1 where a stop token
+//    is legal; in any other state some legal token leads to a state with a smaller D. Calls do not
+//    change the matcher.
 // 5. With a budget r, fill() writes the legal tokens that lead to a state with D <= r - 1. This row
 //    is not empty if D <= r. A matcher whose distance is unknown ignores the budget.
 // 6. rollback() undoes the last `tokens` accepted tokens; a stop token counts as one.

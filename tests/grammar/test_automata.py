@@ -12,7 +12,6 @@ import itertools
 import json
 import random
 import re
-import struct
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -44,13 +43,13 @@ BACKEND = LLGuidanceBackend(VOCABULARY)
 
 
 class Table:
-    """Transition table of a serialized automaton."""
+    """Transition table of a serialized automaton without a stack."""
 
     def __init__(self, data):
-        states, classes = struct.unpack_from("<ii", data)
-        self.byte_class = data[8 : 8 + 256]
-        self.accepting = data[264 : 264 + states]
-        self.next = np.frombuffer(data[264 + states :], np.int16).reshape(states, classes)
+        table = _native.guide.AutomatonGrammar(data, BACKEND._trie, BACKEND._row_pool).table()
+        self.byte_class = table["classes"].tolist()
+        self.accepting = table["accepting"]
+        self.next = table["next"]
 
     def accepts(self, text):
         state = 0
@@ -83,6 +82,10 @@ def visiting_texts(table, limit):
                 access[target] = text
                 queue.append(target)
     return texts
+
+
+def compile_expression(expression):
+    return _native.guide.compile_automaton([(0, 0, expression)], MAX_STATES)
 
 
 def row_after(matcher, text):
@@ -343,28 +346,28 @@ def test_automaton_larger_than_limit_is_not_compiled(pattern):
     The third would have one state after 500 million repetitions of the empty text.
     """
     spec = GrammarSpec.regex(pattern)
-    with pytest.raises(ValueError, match=r"has more than 2048 states|is too large"):
-        _native.guide.compile_automaton(lower(resolve_spec(spec, "llguidance")), MAX_STATES)
+    with pytest.raises(ValueError, match=r"has more than 2048 states|is too large|takes too long"):
+        compile_expression(lower(resolve_spec(spec, "llguidance")))
     assert compile_automaton(resolve_spec(spec, "llguidance")) is None
 
 
 @pytest.mark.parametrize(
-    "program", [[], [9], [2, 3], [0, 0], [1, 1, 5, 2], [4, 0, 1], [0, 4, 3, 1]]
+    "program", [[], [10], [2, 3], [0, 0], [1, 1, 5, 2], [4, 0, 1], [0, 4, 3, 1]]
 )
 def test_malformed_expression_raises(program):
     with pytest.raises(RuntimeError, match="malformed expression"):
-        _native.guide.compile_automaton(program, MAX_STATES)
+        compile_expression(program)
 
 
 def test_expression_without_texts_raises():
     with pytest.raises(ValueError, match="allows no text"):
-        _native.guide.compile_automaton([1, 0], MAX_STATES)
+        compile_expression([1, 0])
 
 
 def test_invalid_serialized_automaton_raises():
     data = compile_automaton(resolve_spec(GrammarSpec.regex("ab"), "llguidance"))
     pool = _native.guide.RowPool(VOCABULARY.words, 1 << 20)
-    for broken in (b"", data[:-1], data + b"x", data[:8] + b"\xff" * 256 + data[264:]):
+    for broken in (b"", data[:-1], data + b"x", data[:24] + b"\xff" * (len(data) - 24)):
         with pytest.raises(RuntimeError, match="invalid data"):
             _native.guide.AutomatonGrammar(broken, BACKEND._trie, pool)
 

@@ -234,7 +234,7 @@ ROW_BYTES = 4 * VOCABULARY.words
 
 
 def table_nbytes(spec):
-    return len(table_data(compiled(spec).automaton.serialize()))
+    return len(table_data(compiled(spec).automaton))
 
 
 def fill_states(rig, spec, texts, epoch):

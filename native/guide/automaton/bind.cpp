@@ -1,0 +1,116 @@
+// Python classes of machines.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <initializer_list>
+#include <tuple>
+
+#include "guide/automaton/automaton_matcher.h"
+#include "hostwork/gate.h"
+
+namespace nb = nanobind;
+
+namespace graft::guide {
+namespace {
+
+// Returns a NumPy array with a copy of the data. `Item` may consist of several scalars.
+template <typename Scalar, typename Item>
+nb::object to_numpy(const std::vector<Item>& items, std::initializer_list<size_t> shape) {
+  auto* copy = new std::vector<Item>(items);
+  const nb::capsule owner(
+      copy, [](void* data) noexcept { delete static_cast<std::vector<Item>*>(data); });
+  return nb::cast(nb::ndarray<nb::numpy, Scalar>(copy->data(), shape, owner));
+}
+
+nb::dict table(const AutomatonGrammar& grammar) {
+  const Machine& machine = grammar.machine();
+  const auto states = at(machine.num_states());
+  nb::dict out;
+  out["classes"] = to_numpy<uint8_t>(machine.classes(), {256});
+  out["next"] = to_numpy<int16_t>(machine.table(), {states, at(machine.num_classes())});
+  out["actions"] = to_numpy<int16_t>(machine.actions(), {machine.actions().size(), 2});
+  out["returns_begin"] =
+      to_numpy<int32_t>(machine.returns_begin(), {at(machine.num_entries()) + 1});
+  out["returns"] = to_numpy<int16_t>(machine.returns(), {machine.returns().size(), 2});
+  out["accepting"] = to_numpy<uint8_t>(machine.accepting(), {states});
+  out["distance"] = to_numpy<int32_t>(grammar.distances().states(), {states});
+  out["cost"] = to_numpy<int32_t>(grammar.distances().entries(), {at(machine.num_entries())});
+  return out;
+}
+
+using RuleTuple = std::tuple<int32_t, int32_t, std::vector<int32_t>>;
+
+nb::bytes compile_automaton(const std::vector<RuleTuple>& tuples, int32_t max_states) {
+  std::string data;
+  {
+    const graft::hostwork::GilRelease release;
+    std::vector<Rule> rules;
+    for (const auto& [open, close, program] : tuples) {
+      if (open < 0 || open > 255 || close < 0 || close > 255) {
+        throw std::runtime_error("automaton: an opening or closing byte is out of range");
+      }
+      rules.push_back({static_cast<uint8_t>(open), static_cast<uint8_t>(close), program});
+    }
+    data = Machine::compile(rules, max_states).serialize();
+  }
+  return nb::bytes(data.data(), data.size());
+}
+
+}  // namespace
+
+void bind_automaton(nb::module_& guide) {
+  using Release = nb::call_guard<graft::hostwork::GilRelease>;
+  nb::class_<TokenTrie>(guide, "TokenTrie")
+      .def(
+          "__init__",
+          [](TokenTrie* self, const std::vector<uint32_t>& lengths, const nb::bytes& bytes,
+             int32_t vocab_size) {
+            std::string text(bytes.c_str(), bytes.size());
+            const graft::hostwork::GilRelease release;
+            new (self) TokenTrie(lengths, std::move(text), vocab_size);
+          },
+          nb::arg("lengths"), nb::arg("bytes"), nb::arg("vocab_size"));
+  nb::class_<RowPool>(guide, "RowPool")
+      .def(nb::init<int64_t, int64_t>(), nb::arg("words"), nb::arg("bytes"))
+      .def_prop_ro("rows_in_use", &RowPool::rows_in_use);
+  guide.def("compile_automaton", &compile_automaton, nb::arg("rules"), nb::arg("max_states"));
+  nb::class_<AutomatonGrammar>(guide, "AutomatonGrammar")
+      .def(
+          "__init__",
+          [](AutomatonGrammar* self, const nb::bytes& data, std::shared_ptr<const TokenTrie> trie,
+             std::shared_ptr<RowPool> pool) {
+            const std::string text(data.c_str(), data.size());
+            const graft::hostwork::GilRelease release;
+            new (self)
+                AutomatonGrammar(Machine::deserialize(text), std::move(trie), std::move(pool));
+          },
+          nb::arg("data"), nb::arg("trie"), nb::arg("pool"))
+      .def_prop_ro("num_states",
+                   [](const AutomatonGrammar& grammar) { return grammar.machine().num_states(); })
+      .def_prop_ro(
+          "has_stack",
+          [](const AutomatonGrammar& grammar) { return !grammar.machine().actions().empty(); })
+      .def_prop_ro("nbytes", &AutomatonGrammar::nbytes)
+      .def("serialize",
+           [](const AutomatonGrammar& grammar) {
+             const std::string data = grammar.machine().serialize();
+             return nb::bytes(data.data(), data.size());
+           })
+      .def("table", &table);
+  nb::class_<AutomatonMatcher, NativeMatcher>(guide, "AutomatonMatcher")
+      .def(nb::init<std::shared_ptr<const AutomatonGrammar>, std::vector<int32_t>>(),
+           nb::arg("grammar"), nb::arg("stop_ids"), Release())
+      .def_prop_ro("grammar",
+                   [](const AutomatonMatcher& matcher) {
+                     // The cast is safe, because the Python class cannot change a grammar.
+                     return std::const_pointer_cast<AutomatonGrammar>(matcher.grammar());
+                   })
+      .def_prop_ro("state", &AutomatonMatcher::state)
+      .def_prop_ro("stack", &AutomatonMatcher::stack);
+}
+
+}  // namespace graft::guide

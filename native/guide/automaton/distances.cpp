@@ -1,0 +1,267 @@
+// Search for the shortest texts of a machine, in bytes and in tokens.
+#include "guide/automaton/distances.h"
+
+#include <algorithm>
+#include <functional>
+#include <queue>
+#include <tuple>
+#include <utility>
+
+#include "guide/automaton/walk.h"
+
+namespace graft::guide {
+namespace {
+
+// Length in bytes that no text has. The lengths of longer texts count as kEndless - 1.
+constexpr int64_t kEndless = int64_t{1} << 40;
+
+// Maximum number of trie nodes that improve() visits, which takes about 100 ms.
+constexpr int64_t kMaxVisits = 20'000'000;
+
+}  // namespace
+
+// The search has three steps.
+// 1. For each state, it computes the length in bytes of a text to the end of the state's rule, and
+//    the first byte of the text, with Dijkstra's algorithm as Knuth generalized it: the length of a
+//    text that begins with an opening byte is 1 + the length of the rule's text + the largest
+//    length after any exit that the entry lists. A state is *settled* when its length is known.
+// 2. In the order of these lengths, it computes the distance of each state: one token that is a
+//    prefix of the state's text, and the distance of the position after this token.
+// 3. If no token is a prefix of a state's text, it looks at all legal tokens of the state.
+class DistanceSearch {
+ public:
+  DistanceSearch(const Machine& machine, const TokenTrie& trie, Distances* out)
+      : machine_(machine), trie_(trie), out_(*out) {}
+
+  void run() {
+    out_.states_.assign(at(machine_.num_states()), kFar);
+    out_.entries_.assign(at(machine_.num_entries()), kFar);
+    list_sources();
+    settle_states();
+    missing_.resize(at(machine_.num_entries()));
+    for (int32_t entry = 0; entry < machine_.num_entries(); ++entry) {
+      missing_[at(entry)] = num_returns(entry);
+    }
+    for (const int32_t state : settled_) {
+      const int32_t distance = distance_of(state);
+      out_.states_[at(state)] = distance;
+      update_entries(state);
+      if (distance == kFar) far_.push_back(state);
+    }
+    if (!far_.empty()) improve();
+  }
+
+ private:
+  // A transition from `state` with bytes of a class.
+  struct Source {
+    int32_t state;
+    int32_t byte_class;
+  };
+
+  int32_t num_returns(int32_t entry) const {
+    return machine_.returns_begin()[at(entry) + 1] - machine_.returns_begin()[at(entry)];
+  }
+
+  void list_sources() {
+    sources_.resize(at(machine_.num_states()));
+    callers_.resize(machine_.actions().size());
+    pushes_of_start_.resize(at(machine_.num_states()));
+    pushes_of_entry_.resize(at(machine_.num_entries()));
+    entries_of_state_.resize(at(machine_.num_states()));
+    for (int32_t state = 0; state < machine_.num_states(); ++state) {
+      int16_t previous = Machine::kDead;
+      for (int32_t c = 0; c < machine_.num_classes(); ++c) {
+        const int16_t next = machine_.of_class(state, c);
+        if (next == previous) continue;
+        previous = next;
+        if (next >= 0) sources_[at(next)].push_back({state, c});
+        if (next < Machine::kDead) {
+          callers_[at(Machine::kFirstAction - next)].push_back({state, c});
+        }
+      }
+    }
+    for (size_t i = 0; i < machine_.actions().size(); ++i) {
+      const Machine::Action& action = machine_.actions()[i];
+      if (action.entry < 0) continue;
+      pushes_of_start_[at(action.target)].push_back(static_cast<int32_t>(i));
+      pushes_of_entry_[at(action.entry)].push_back(static_cast<int32_t>(i));
+    }
+    for (int32_t entry = 0; entry < machine_.num_entries(); ++entry) {
+      const auto [begin, end] = returns_of(entry);
+      for (int32_t i = begin; i < end; ++i) {
+        entries_of_state_[at(machine_.returns()[at(i)].state)].push_back(entry);
+      }
+    }
+  }
+
+  std::pair<int32_t, int32_t> returns_of(int32_t entry) const {
+    return {machine_.returns_begin()[at(entry)], machine_.returns_begin()[at(entry) + 1]};
+  }
+
+  void settle_states() {
+    bytes_.assign(at(machine_.num_states()), kEndless);
+    first_.assign(at(machine_.num_states()), -1);
+    std::vector<bool> is_settled(at(machine_.num_states()));
+    std::vector<int64_t> longest(at(machine_.num_entries()));  // largest length after an exit
+    std::vector<int32_t> missing(at(machine_.num_entries()));  // number of states not settled yet
+    using Item = std::pair<int64_t, int32_t>;                  // length in bytes, state
+    std::priority_queue<Item, std::vector<Item>, std::greater<Item>> queue;
+    const auto offer = [&](const Source& source, int64_t bytes) {
+      bytes = std::min(bytes, kEndless - 1);
+      if (bytes >= bytes_[at(source.state)]) return;
+      bytes_[at(source.state)] = bytes;
+      first_[at(source.state)] = source.byte_class;
+      queue.emplace(bytes, source.state);
+    };
+    // Offers a length to the states that push an entry, if all that it depends on is settled.
+    const auto offer_push = [&](int32_t action) {
+      const Machine::Action& push = machine_.actions()[at(action)];
+      if (missing[at(push.entry)] > 0 || !is_settled[at(push.target)]) return;
+      const int64_t bytes = 1 + bytes_[at(push.target)] + longest[at(push.entry)];
+      for (const Source& source : callers_[at(action)]) offer(source, bytes);
+    };
+    for (int32_t entry = 0; entry < machine_.num_entries(); ++entry) {
+      missing[at(entry)] = num_returns(entry);
+    }
+    for (int32_t state = 0; state < machine_.num_states(); ++state) {
+      if (machine_.accepting(state)) offer({state, -1}, 0);
+    }
+    for (size_t i = 0; i < machine_.actions().size(); ++i) {
+      if (machine_.actions()[i].entry >= 0) continue;
+      for (const Source& source : callers_[i]) offer(source, 1);
+    }
+    while (!queue.empty()) {
+      const auto [bytes, state] = queue.top();
+      queue.pop();
+      if (is_settled[at(state)]) continue;
+      is_settled[at(state)] = true;
+      settled_.push_back(state);
+      for (const Source& source : sources_[at(state)]) offer(source, bytes + 1);
+      for (const int32_t action : pushes_of_start_[at(state)]) offer_push(action);
+      for (const int32_t entry : entries_of_state_[at(state)]) {
+        longest[at(entry)] = std::max(longest[at(entry)], bytes);
+        if (--missing[at(entry)] > 0) continue;
+        for (const int32_t action : pushes_of_entry_[at(entry)]) offer_push(action);
+      }
+    }
+    first_byte_.resize(at(machine_.num_classes()));
+    for (int byte = 255; byte >= 0; --byte) {
+      first_byte_[machine_.classes()[at(byte)]] = static_cast<uint8_t>(byte);
+    }
+  }
+
+  // Returns the smallest distance by a token that is a prefix of the text of the state.
+  int32_t distance_of(int32_t state) {
+    int32_t best = machine_.accepting(state) ? 1 : kFar;
+    std::array<int32_t, 2> nodes{-1, -1};  // of both tries, after the bytes read so far
+    pushed_.clear();
+    for (size_t depth = 0; first_[at(state)] >= 0; ++depth) {
+      const uint8_t byte = first_byte_[at(first_[at(state)])];
+      bool is_token = false;
+      for (const TokenTrie::Part part : {TokenTrie::kText, TokenTrie::kOther}) {
+        int32_t& node = nodes[part];
+        if (depth == 0) {
+          node = trie_.first(part, byte);
+        } else if (node >= 0) {
+          node = trie_.child(node, byte);
+        }
+        is_token = is_token || (node >= 0 && trie_.node(node).token >= 0);
+      }
+      if (nodes[0] < 0 && nodes[1] < 0) break;
+      const int16_t next = machine_.next(state, byte);
+      if (next >= 0) {
+        state = next;
+      } else {
+        const Machine::Action& action = machine_.action(next);
+        if (action.entry >= 0) {
+          pushed_.push_back(action.entry);
+          state = action.target;
+        } else if (pushed_.empty()) {  // the end of the rule
+          if (is_token) best = 1;
+          break;
+        } else {
+          state = machine_.return_state(pushed_.back(), action.target);
+          pushed_.pop_back();
+          if (state == Machine::kDead) break;  // possible only for invalid data
+        }
+      }
+      if (!is_token) continue;
+      int32_t distance = add_distances(1, out_.states_[at(state)]);
+      for (const int32_t entry : pushed_)
+        distance = add_distances(distance, out_.entries_[at(entry)]);
+      best = std::min(best, distance);
+    }
+    return best;
+  }
+
+  // Sets the cost of the entries whose last missing return is `state`.
+  void update_entries(int32_t state) {
+    for (const int32_t entry : entries_of_state_[at(state)]) {
+      if (--missing_[at(entry)] == 0) update_entry(entry);
+    }
+  }
+
+  bool update_entry(int32_t entry) {
+    int32_t cost = 0;
+    const auto [begin, end] = returns_of(entry);
+    for (int32_t i = begin; i < end; ++i) {
+      cost = std::max(cost, out_.states_[at(machine_.returns()[at(i)].state)]);
+    }
+    return std::exchange(out_.entries_[at(entry)], cost) != cost;
+  }
+
+  // Looks at all legal tokens of the states without a distance, until no distance changes.
+  void improve() {
+    int64_t visits = 0;
+    bool changed = true;
+    StackNodes stack(64);
+    const Walker walker{machine_, out_};
+    while (changed) {
+      changed = false;
+      for (const int32_t state : far_) {
+        int32_t best = out_.states_[at(state)];
+        const auto on_node = [&](int32_t index, Position position) {
+          if (trie_.node(index).token >= 0) {
+            best = std::min(best, add_distances(1, out_.of_position(position, stack)));
+          }
+          return ++visits < kMaxVisits;
+        };
+        const auto on_illegal = [](int32_t) {};
+        const auto on_below = [&](int32_t index, int16_t) {
+          if (trie_.node(index).token >= 0) best = 1;
+        };
+        for (const TokenTrie::Part part : {TokenTrie::kText, TokenTrie::kOther}) {
+          walker.visit(trie_, trie_.range(part), 0, {state, kEmptyStack}, &stack, on_node,
+                       on_illegal, on_below);
+        }
+        if (visits >= kMaxVisits) return;
+        if (best == out_.states_[at(state)]) continue;
+        out_.states_[at(state)] = best;
+        for (const int32_t entry : entries_of_state_[at(state)]) update_entry(entry);
+        changed = true;
+      }
+    }
+  }
+
+  const Machine& machine_;
+  const TokenTrie& trie_;
+  Distances& out_;
+  std::vector<std::vector<Source>> sources_;            // by state: transitions to it
+  std::vector<std::vector<Source>> callers_;            // by action: transitions with it
+  std::vector<std::vector<int32_t>> pushes_of_start_;   // by state: actions that go to it
+  std::vector<std::vector<int32_t>> pushes_of_entry_;   // by entry: actions that push it
+  std::vector<std::vector<int32_t>> entries_of_state_;  // by state: entries that return to it
+  std::vector<int64_t> bytes_;
+  std::vector<int32_t> first_;  // class of the first byte of each state's text; -1: it is empty
+  std::vector<uint8_t> first_byte_;  // smallest byte of each class
+  std::vector<int32_t> settled_;     // states, in the order of their lengths
+  std::vector<int32_t> missing_;     // by entry: number of returns without a distance yet
+  std::vector<int32_t> far_;
+  std::vector<int32_t> pushed_;
+};
+
+Distances::Distances(const Machine& machine, const TokenTrie& trie) {
+  DistanceSearch(machine, trie, this).run();
+}
+
+}  // namespace graft::guide

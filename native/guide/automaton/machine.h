@@ -1,0 +1,107 @@
+// Deterministic automata with a stack, which read the bytes of UTF-8.
+//
+// A grammar such as a JSON schema is lowered to rules in brackets (expression.h), and the rules are
+// compiled to a machine. A byte that opens a rule pushes an *entry* onto the stack, and the byte
+// that closes the rule pops it. The entry says where the machine continues. Between these two bytes
+// the machine reads the text of the rule. If a text may belong to several rules that begin with the
+// same byte, the machine reads it as all of them at the same time. The byte that closes the text
+// then has an *exit*: the set of those rules that end with it. The machine continues in the state
+// that the entry on top of the stack lists for the exit.
+//
+// Invariants
+// 1. A machine has at most 32,767 states. Machine::compile() throws for larger machines, and limits
+//    its own time and memory, so untrusted expressions are safe.
+// 2. From every state, the machine can reach the end of the state's rule, whatever the stack holds.
+//    A text without a transition is therefore illegal however it continues.
+// 3. Only states with an empty stack accept a text.
+// 4. A machine is immutable after construction. Invariants 2 and 3 hold for compiled machines;
+//    deserialize() checks that all numbers are within their ranges, so that no data can cause
+//    accesses outside of the arrays.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "guide/automaton/expression.h"
+
+namespace graft::guide {
+
+class Nfa;
+
+class Machine {
+ public:
+  // Values of next() that are no states: an illegal byte, and actions, which have the values
+  // kFirstAction, kFirstAction - 1, ...
+  static constexpr int16_t kDead = -1;
+  static constexpr int16_t kFirstAction = -2;
+  static constexpr int32_t kMaxStates = INT16_MAX;
+  static constexpr int32_t kMaxActions = INT16_MAX - 1;
+
+  struct Action {
+    int16_t entry;   // entry to push; -1: pop
+    int16_t target;  // for a push: next state; for a pop: exit
+  };
+  struct Return {
+    int16_t exit;
+    int16_t state;
+  };
+
+  // Compiles the rules of a grammar. Throws std::runtime_error if an expression is malformed,
+  // std::length_error if it exceeds a limit, and std::domain_error if the grammar allows no text or
+  // needs more than one symbol to choose between a bracket and another byte.
+  static Machine compile(const std::vector<Rule>& rules, int32_t max_states);
+  static Machine determinize(const Nfa& nfa, int32_t max_states, Work* work);
+
+  // Reads the result of serialize(). Throws std::runtime_error if the data is invalid.
+  static Machine deserialize(const std::string& data);
+  std::string serialize() const;
+
+  int32_t num_states() const { return static_cast<int32_t>(accepting_.size()); }
+  int32_t num_classes() const { return num_classes_; }
+  int32_t num_entries() const { return static_cast<int32_t>(returns_begin_.size()) - 1; }
+  bool accepting(int32_t state) const { return accepting_[at(state)] != 0; }
+  size_t nbytes() const;
+
+  // Returns the next state of a byte without an action, kDead, or an action.
+  int16_t next(int32_t state, uint8_t byte) const { return of_class(state, classes_[byte]); }
+  int16_t of_class(int32_t state, int32_t byte_class) const {
+    return next_[at(state) * at(num_classes_) + at(byte_class)];
+  }
+  const Action& action(int16_t next) const { return actions_[at(kFirstAction - next)]; }
+  // Returns the state after `exit` when `entry` is on top of the stack, or kDead.
+  int16_t return_state(int32_t entry, int16_t exit) const {
+    for (int32_t i = returns_begin_[at(entry)]; i < returns_begin_[at(entry) + 1]; ++i) {
+      if (returns_[at(i)].exit == exit) return returns_[at(i)].state;
+    }
+    return kDead;
+  }
+
+  // Arrays, which the device uses too:
+  // [256]: class of each byte.
+  const std::vector<uint8_t>& classes() const { return classes_; }
+  // [states][classes]: results of of_class().
+  const std::vector<int16_t>& table() const { return next_; }
+  const std::vector<Action>& actions() const { return actions_; }
+  // [entries + 1]: index of the first return of each entry; the last element is their number.
+  const std::vector<int32_t>& returns_begin() const { return returns_begin_; }
+  // Sorted by exit for each entry.
+  const std::vector<Return>& returns() const { return returns_; }
+  const std::vector<uint8_t>& accepting() const { return accepting_; }
+
+ private:
+  friend class Determinizer;
+
+  void check() const;
+
+  int32_t num_classes_ = 0;
+  int32_t num_exits_ = 0;
+  std::vector<uint8_t> classes_ = std::vector<uint8_t>(256);
+  std::vector<int16_t> next_;  // state 0 is the start
+  std::vector<Action> actions_;
+  std::vector<int32_t> returns_begin_ = {0};
+  std::vector<Return> returns_;
+  std::vector<uint8_t> accepting_;
+};
+
+}  // namespace graft::guide

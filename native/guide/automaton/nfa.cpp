@@ -1,0 +1,322 @@
+// Converts the expressions of rules to a nondeterministic automaton.
+#include "guide/automaton/nfa.h"
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <utility>
+
+#include "guide/automaton/machine.h"
+
+namespace graft::guide {
+
+Nfa::Nfa(const std::vector<Rule>& all, int32_t max_states, Work* work)
+    : max_states_(max_states), work_(work) {
+  if (all.empty()) throw std::runtime_error("automaton: a grammar needs at least one rule");
+  for (const Rule& rule : all) {
+    const ExpressionTree tree(rule.program, static_cast<int32_t>(all.size()));
+    add_rule(rule.open, rule.close, tree, tree.root());
+  }
+  find_live_states();
+}
+
+Nfa::Nfa(const ExpressionTree& tree, int32_t node, int32_t max_states, Work* work)
+    : max_states_(max_states), work_(work) {
+  add_rule(0, 0, tree, node);
+  find_live_states();
+}
+
+void Nfa::add_rule(uint8_t open, uint8_t close, const ExpressionTree& tree, int32_t node) {
+  const int32_t start = add_state();
+  const int32_t end = add_state();
+  connect(emit(tree, node, start), end);
+  states[at(end)].ends = static_cast<int32_t>(rules.size());
+  rules.push_back({open, close, start});
+}
+
+int32_t Nfa::add_state() {
+  if (static_cast<int32_t>(states.size()) >= max_states_) {
+    throw std::length_error("automaton: expression is too large");
+  }
+  states.emplace_back();
+  return static_cast<int32_t>(states.size()) - 1;
+}
+
+void Nfa::connect(int32_t from, int32_t to) {
+  free_edges.push_back({to, states[at(from)].free});
+  states[at(from)].free = static_cast<int32_t>(free_edges.size()) - 1;
+}
+
+// Adds an edge that reads a byte and returns its target. A state has only one such edge, so the
+// edge may begin at a new state. If `to` is kNone, the target is a new state.
+int32_t Nfa::add_byte_edge(int32_t from, ByteRange range, int32_t to) {
+  if (states[at(from)].next != kNone) {
+    const int32_t begin = add_state();
+    connect(from, begin);
+    from = begin;
+  }
+  if (to == kNone) to = add_state();
+  State& state = states[at(from)];
+  state.low = range.low;
+  state.high = range.high;
+  state.next = to;
+  return to;
+}
+
+int32_t Nfa::emit(const ExpressionTree& tree, int32_t index, int32_t from) {
+  work_->count(1);  // repetitions of the empty text take time but add no states
+  const ExpressionTree::Node& node = tree.node(index);
+  switch (node.op) {
+    case Op::kEmpty:
+      return from;
+    case Op::kSet:
+      return emit_set(tree, node, from);
+    case Op::kConcat:
+      for (int32_t i = 0; i < node.num_children; ++i) from = emit(tree, tree.child(node, i), from);
+      return from;
+    case Op::kUnion:
+      return emit_union(tree, node, from);
+    case Op::kRepeat:
+      return emit_repeat(tree, node, from);
+    case Op::kCall:
+      return emit_call(tree.operand(node, 0), from);
+    case Op::kMembers:
+      return emit_members(tree, node, from);
+    case Op::kBoth:
+    case Op::kMinus:
+      return emit_product(tree, node, from);
+  }
+  return from;
+}
+
+int32_t Nfa::emit_set(const ExpressionTree& tree, const ExpressionTree::Node& node, int32_t from) {
+  const int32_t count = tree.operand(node, 0);
+  std::vector<ByteSequence> sequences;
+  for (int32_t i = 0; i < count; ++i) {
+    split_utf8(static_cast<uint32_t>(tree.operand(node, 1 + 2 * i)),
+               static_cast<uint32_t>(tree.operand(node, 2 + 2 * i)), &sequences);
+  }
+  const int32_t end = add_state();
+  // The bytes after the first one are often the same, so their states are shared: state by the
+  // ranges of the bytes that are still to be read.
+  std::map<std::vector<int>, int32_t> shared;
+  for (const ByteSequence& sequence : sequences) {
+    int32_t next = end;
+    std::vector<int> rest;
+    for (int i = sequence.length - 1; i > 0; --i) {
+      const ByteRange range = sequence.ranges[at(i)];
+      rest.push_back(range.low << 8 | range.high);
+      const auto [found, is_new] = shared.try_emplace(rest, 0);
+      if (is_new) {
+        found->second = add_state();
+        add_byte_edge(found->second, range, next);
+      }
+      next = found->second;
+    }
+    add_byte_edge(from, sequence.ranges[0], next);
+  }
+  return end;
+}
+
+int32_t Nfa::emit_union(const ExpressionTree& tree, const ExpressionTree::Node& node,
+                        int32_t from) {
+  const int32_t end = add_state();
+  for (int32_t i = 0; i < node.num_children; ++i) {
+    const int32_t begin = add_state();
+    connect(from, begin);
+    connect(emit(tree, tree.child(node, i), begin), end);
+  }
+  return end;
+}
+
+int32_t Nfa::emit_repeat(const ExpressionTree& tree, const ExpressionTree::Node& node,
+                         int32_t from) {
+  const int32_t child = tree.child(node, 0);
+  const int32_t min = tree.operand(node, 0);
+  const int32_t max = tree.operand(node, 1);
+  for (int32_t i = 0; i < min; ++i) from = emit(tree, child, from);
+  if (max < 0) {
+    const int32_t loop = add_state();
+    connect(from, loop);
+    const int32_t body = add_state();
+    connect(loop, body);
+    connect(emit(tree, child, body), loop);
+    const int32_t end = add_state();
+    connect(loop, end);
+    return end;
+  }
+  const int32_t end = add_state();
+  connect(from, end);
+  for (int32_t i = min; i < max; ++i) {
+    from = emit(tree, child, from);
+    connect(from, end);
+  }
+  return end;
+}
+
+int32_t Nfa::emit_call(int32_t rule, int32_t from) {
+  const int32_t begin = add_state();
+  connect(from, begin);
+  const int32_t end = add_state();
+  states[at(begin)].call = rule;
+  states[at(begin)].next = end;
+  return end;
+}
+
+// Adds the items of members one after the other. Before each item there are three states: `empty`,
+// in which no item has been written; `ended`, in which the last item may be the last one of all;
+// and `separated`, in which a separator has been written, so that an item must follow. An item that
+// may be absent can be skipped in all three of them.
+int32_t Nfa::emit_members(const ExpressionTree& tree, const ExpressionTree::Node& node,
+                          int32_t from) {
+  const int32_t separator = tree.child(node, 0);
+  int32_t empty = from;
+  int32_t ended = add_state();
+  int32_t separated = add_state();
+  // Adds one occurrence of an item. `repeats`: further occurrences may follow without limit.
+  const auto add_item = [&](int32_t item, bool required, bool repeats) {
+    const int32_t begin = add_state();
+    connect(empty, begin);
+    connect(separated, begin);
+    const int32_t next_empty = add_state();
+    const int32_t next_ended = add_state();
+    const int32_t next_separated = add_state();
+    if (!required) {
+      connect(empty, next_empty);
+      connect(ended, next_ended);
+      connect(separated, next_separated);
+    }
+    const int32_t end = emit(tree, item, begin);
+    connect(end, next_ended);
+    const int32_t after = emit(tree, separator, end);
+    connect(after, next_separated);
+    if (repeats) connect(after, begin);
+    empty = next_empty;
+    ended = next_ended;
+    separated = next_separated;
+  };
+  for (int32_t i = 1; i < node.num_children; ++i) {
+    const int32_t item = tree.child(node, i);
+    const int32_t min = tree.operand(node, 2 * i - 1);
+    const int32_t max = tree.operand(node, 2 * i);
+    const int32_t copies = max < 0 ? std::max(min, 1) : max;
+    for (int32_t k = 0; k < copies; ++k) {
+      add_item(item, k < min, max < 0 && k == copies - 1);
+    }
+  }
+  const int32_t end = add_state();
+  connect(empty, end);
+  connect(ended, end);
+  return end;
+}
+
+// Adds the product of two deterministic automata: the texts of the first one that the second one
+// matches too (kBoth) or does not match (kMinus).
+int32_t Nfa::emit_product(const ExpressionTree& tree, const ExpressionTree::Node& node,
+                          int32_t from) {
+  const int32_t end = add_state();
+  const auto determinized = [&](int32_t child, Machine* out) {
+    const Nfa part(tree, tree.child(node, child), max_states_, work_);
+    if (!part.states[at(part.rules[0].start)].live) return false;
+    *out = Machine::determinize(part, max_states_, work_);
+    return true;
+  };
+  Machine first;
+  Machine second;
+  const bool first_has_text = determinized(0, &first);
+  const bool second_has_text = determinized(1, &second);
+  if (!first_has_text || (!second_has_text && node.op == Op::kBoth)) return end;
+
+  using Pair = std::pair<int32_t, int32_t>;  // states of both automata; kDead: in no state
+  std::map<Pair, int32_t> numbers;           // states of this automaton
+  std::vector<Pair> pairs;
+  const auto state_of = [&](Pair pair) {
+    const auto [found, is_new] = numbers.try_emplace(pair, 0);
+    if (is_new) {
+      found->second = add_state();
+      pairs.push_back(pair);
+    }
+    return found->second;
+  };
+  connect(from, state_of({0, second_has_text ? 0 : Machine::kDead}));
+  for (size_t i = 0; i < pairs.size(); ++i) {
+    const Pair pair = pairs[i];
+    const int32_t state = numbers[pair];
+    const bool accepts = pair.second != Machine::kDead && second.accepting(pair.second);
+    if (first.accepting(pair.first) && accepts == (node.op == Op::kBoth)) connect(state, end);
+    const auto target_of = [&](int byte) -> Pair {
+      const auto value = static_cast<uint8_t>(byte);
+      return {first.next(pair.first, value),
+              pair.second == Machine::kDead ? Machine::kDead : second.next(pair.second, value)};
+    };
+    Pair target = target_of(0);
+    for (int low = 0; low < 256;) {
+      int high = low;
+      Pair following;
+      while (++high < 256 && (following = target_of(high)) == target) {
+      }
+      work_->count(high - low);
+      const bool dead = target.first == Machine::kDead ||
+                        (target.second == Machine::kDead && node.op == Op::kBoth);
+      if (!dead) {
+        add_byte_edge(state, {static_cast<uint8_t>(low), static_cast<uint8_t>(high - 1)},
+                      state_of(target));
+      }
+      low = high;
+      target = following;
+    }
+  }
+  return end;
+}
+
+// A rule is live if its first state is: then there is a text of the rule. A state with a call is
+// live if the called rule and the state after the call are.
+void Nfa::find_live_states() {
+  const size_t count = states.size();
+  std::vector<int32_t> rule_of_start(count, kNone);
+  for (size_t rule = 0; rule < rules.size(); ++rule) {
+    rule_of_start[at(rules[rule].start)] = static_cast<int32_t>(rule);
+  }
+  // Pairs (target, source) of all edges, sorted by target with a counting sort: the sources of
+  // state t are `sources[begins[t]]` to `sources[begins[t + 1]]`. A call of a rule counts as an
+  // edge to the state after the call and, in `callers`, as an edge to the rule.
+  std::vector<std::vector<int32_t>> callers(rules.size());
+  std::vector<int32_t> begins(count + 1);
+  std::vector<int32_t> pending;
+  const auto for_each_edge = [&](auto visit) {
+    for (size_t i = 0; i < count; ++i) {
+      if (states[i].next != kNone) visit(static_cast<int32_t>(i), states[i].next);
+      for (int32_t e = states[i].free; e != kNone; e = free_edges[at(e)].next) {
+        visit(static_cast<int32_t>(i), free_edges[at(e)].to);
+      }
+    }
+  };
+  for_each_edge([&](int32_t, int32_t to) { ++begins[at(to)]; });
+  std::partial_sum(begins.begin(), begins.end(), begins.begin());
+  std::vector<int32_t> sources(at(begins[count]));
+  for_each_edge([&](int32_t from, int32_t to) { sources[at(--begins[at(to)])] = from; });
+  for (size_t i = 0; i < count; ++i) {
+    if (states[i].call != kNone) callers[at(states[i].call)].push_back(static_cast<int32_t>(i));
+    if (states[i].ends != kNone) pending.push_back(static_cast<int32_t>(i));
+  }
+  const auto rule_is_live = [&](int32_t rule) { return states[at(rules[at(rule)].start)].live; };
+  while (!pending.empty()) {
+    const int32_t index = pending.back();
+    pending.pop_back();
+    if (states[at(index)].live) continue;
+    states[at(index)].live = true;
+    work_->count(1);
+    for (int32_t i = begins[at(index)]; i < begins[at(index) + 1]; ++i) {
+      const int32_t source = sources[at(i)];
+      if (states[at(source)].call == kNone || rule_is_live(states[at(source)].call)) {
+        pending.push_back(source);
+      }
+    }
+    if (rule_of_start[at(index)] == kNone) continue;
+    for (const int32_t caller : callers[at(rule_of_start[at(index)])]) {
+      if (states[at(states[at(caller)].next)].live) pending.push_back(caller);
+    }
+  }
+}
+
+}  // namespace graft::guide

@@ -1,0 +1,311 @@
+// Computes the mask rows of machines.
+#include "guide/automaton/rows.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <utility>
+
+namespace graft::guide {
+
+RowPool::RowPool(int64_t words, int64_t bytes)
+    : words_(words),
+      max_rows_(static_cast<int32_t>(
+          std::min<int64_t>(bytes / (words * static_cast<int64_t>(sizeof(int32_t))), INT32_MAX))),
+      storage_(new int32_t[at(max_rows_) * static_cast<size_t>(words)]) {
+  free_.reserve(at(max_rows_));
+}
+
+int32_t* RowPool::take() noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  int32_t index = used_;
+  if (!free_.empty()) {
+    index = free_.back();
+    free_.pop_back();
+  } else if (used_ < max_rows_) {
+    ++used_;
+  } else {
+    return nullptr;
+  }
+  return storage_.get() + at(index) * static_cast<size_t>(words_);
+}
+
+void RowPool::give_back(const int32_t* row) noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  free_.push_back(static_cast<int32_t>((row - storage_.get()) / words_));
+}
+
+int32_t RowPool::rows_in_use() noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return used_ - static_cast<int32_t>(free_.size());
+}
+
+// Writes one mask row.
+class AutomatonGrammar::Writer {
+ public:
+  // If `crossings` is not null, the row is a base row, and its crossings are added to `crossings`.
+  Writer(const AutomatonGrammar& grammar, StackNodes* stack, int32_t limit,
+         std::vector<Crossing>* crossings, int32_t* row)
+      : grammar_(grammar),
+        trie_(*grammar.trie_),
+        walker_(grammar.walker()),
+        stack_(*stack),
+        limit_(limit),
+        crossings_(crossings),
+        row_(row) {}
+
+  void write(Position position) {
+    if (!copy_text_row(position) && !write_text_difference(position)) {
+      clear();
+      add(trie_.range(TokenTrie::kText), 0, position);
+    }
+    add(trie_.range(TokenTrie::kOther), 0, position);
+  }
+
+  // Sets the bits of the legal tokens of a range of the trie. The first nodes of the range have the
+  // depth `depth`, and the machine has the given position before their bytes.
+  void add(TokenTrie::Range range, int depth, Position position) {
+    walker_.visit(
+        trie_, range, depth, position, &stack_,
+        [this](int32_t index, Position after) {
+          add_node(index, after);
+          return true;
+        },
+        [](int32_t) {}, [this](int32_t index, int16_t exit) { add_crossing(index, exit); });
+  }
+
+  void add_node(int32_t index, Position after) {
+    const int32_t token = trie_.node(index).token;
+    if (token < 0) return;
+    if (is_within_limit(after)) {
+      set(token, true);
+    } else {
+      is_narrowed_ = true;
+    }
+  }
+
+  int32_t largest_distance() const { return largest_distance_; }
+  // Whether the limit has excluded a legal token.
+  bool is_narrowed() const { return is_narrowed_; }
+
+ private:
+  void clear() { std::memset(row_, 0, static_cast<size_t>(trie_.words()) * sizeof(int32_t)); }
+
+  void copy(int text_length) {
+    std::memcpy(row_, trie_.text_row(text_length),
+                static_cast<size_t>(trie_.words()) * sizeof(int32_t));
+  }
+
+  void set(int32_t token, bool legal) {
+    for (; token >= 0; token = trie_.next_equal(token)) {
+      const auto bit = static_cast<int32_t>(1u << (token & 31));
+      row_[token >> 5] = legal ? row_[token >> 5] | bit : row_[token >> 5] & ~bit;
+    }
+  }
+
+  bool is_within_limit(Position position) {
+    const int32_t distance = grammar_.distances_.of_position(position, stack_);
+    largest_distance_ = std::max(largest_distance_, distance);
+    return distance <= limit_;
+  }
+
+  void add_crossing(int32_t index, int16_t exit) {
+    if (crossings_ != nullptr) crossings_->push_back({index, exit});
+  }
+
+  // If all characters of text tokens lead from the state to one and the same state, and so on, up
+  // to a state where they are illegal, the row of the text tokens has been computed with the trie.
+  bool copy_text_row(Position position) {
+    int length = 0;
+    for (; length < TokenTrie::kMaxTextLength; ++length) {
+      const int16_t next = grammar_.text_successor_[at(position.state)];
+      if (next == kSeveral) return false;
+      if (next == Machine::kDead) break;
+      position.state = next;
+      if (!is_within_limit(position)) return false;
+    }
+    copy(length);
+    return true;
+  }
+
+  // If most characters of text tokens lead to a state within a string without a limit, the row
+  // begins as the row of this state, and the tokens that begin with other characters are corrected.
+  bool write_text_difference(Position position) {
+    const int32_t common = grammar_.find_common_text_successor(position.state);
+    if (common < 0 || !is_within_limit({common, position.top})) return false;
+    copy(TokenTrie::kMaxTextLength);
+    std::array<int32_t, TokenTrie::kMaxTokenLength + 1> path;  // states after `common`, by depth
+    path[0] = common;
+    walker_.visit(
+        trie_, trie_.range(TokenTrie::kText), 0, position, &stack_,
+        [&](int32_t index, Position after) {
+          const TokenTrie::Node& node = trie_.node(index);
+          const int16_t expected = grammar_.machine_.next(path[node.depth], node.byte);
+          path[node.depth + 1u] = expected;
+          if (after.state == expected && after.top == position.top) return false;
+          if (node.token >= 0 && !is_within_limit(after)) {
+            set(node.token, false);
+            is_narrowed_ = true;
+          }
+          return true;
+        },
+        [this](int32_t index) { remove(index); },
+        [this](int32_t index, int16_t exit) {
+          remove(index);
+          add_crossing(index, exit);
+        });
+    return true;
+  }
+
+  // Clears the bits of a node and its descendants.
+  void remove(int32_t index) {
+    for (int32_t i = index; i < trie_.node(index).end; ++i) {
+      if (trie_.node(i).token >= 0) set(trie_.node(i).token, false);
+    }
+  }
+
+  const AutomatonGrammar& grammar_;
+  const TokenTrie& trie_;
+  const Walker walker_;
+  StackNodes& stack_;
+  int32_t limit_;
+  std::vector<Crossing>* crossings_;
+  int32_t* row_;
+  int32_t largest_distance_ = 0;
+  bool is_narrowed_ = false;
+};
+
+AutomatonGrammar::AutomatonGrammar(Machine machine, std::shared_ptr<const TokenTrie> trie,
+                                   std::shared_ptr<RowPool> pool)
+    : machine_(std::move(machine)),
+      trie_(std::move(trie)),
+      pool_(std::move(pool)),
+      distances_(machine_, *trie_) {
+  if (pool_->words() != trie_->words()) {
+    throw std::runtime_error("automaton: the row pool belongs to another vocabulary");
+  }
+  for (int32_t state = 0; state < machine_.num_states(); ++state) {
+    text_successor_.push_back(find_text_successor(state));
+  }
+  rows_ = std::vector<std::atomic<const BaseRow*>>(at(machine_.num_states()));
+}
+
+AutomatonGrammar::~AutomatonGrammar() {
+  for (const std::atomic<const BaseRow*>& entry : rows_) {
+    const BaseRow* row = entry.load(std::memory_order_acquire);
+    if (row != nullptr) pool_->give_back(row->bits);
+    delete row;
+  }
+}
+
+size_t AutomatonGrammar::nbytes() const {
+  return machine_.nbytes() + distances_.nbytes() + text_successor_.size() * sizeof(int16_t) +
+         rows_.size() * sizeof(rows_[0]);
+}
+
+bool AutomatonGrammar::fill(Position position, StackNodes* stack, int32_t limit,
+                            int32_t* row) const noexcept {
+  Writer writer(*this, stack, limit, nullptr, row);
+  const BaseRow* base = base_row(position.state, stack);
+  if (base == nullptr || add_distances(base->largest_distance, stack->cost(position.top)) > limit) {
+    writer.write(position);
+    return writer.is_narrowed();
+  }
+  std::memcpy(row, base->bits, static_cast<size_t>(trie_->words()) * sizeof(int32_t));
+  if (position.top == kEmptyStack) return false;
+  const StackNodes::Node top = stack->node(position.top);
+  for (const Crossing& crossing : base->crossings) {
+    const int16_t state = machine_.return_state(top.entry, crossing.exit);
+    if (state == Machine::kDead) continue;
+    const Position after{state, top.parent};
+    const TokenTrie::Node& node = trie_->node(crossing.node);
+    writer.add_node(crossing.node, after);
+    if (node.end > crossing.node + 1) {
+      writer.add({crossing.node + 1, node.end}, node.depth + 1, after);
+    }
+  }
+  return writer.is_narrowed();
+}
+
+// Returns the base row of a state, and computes it if this has not been done. Returns null if there
+// is no memory to store it.
+const AutomatonGrammar::BaseRow* AutomatonGrammar::base_row(int32_t state,
+                                                            StackNodes* stack) const noexcept {
+  std::atomic<const BaseRow*>& entry = rows_[at(state)];
+  if (const BaseRow* stored = entry.load(std::memory_order_acquire)) return stored;
+  int32_t* bits = pool_->take();
+  if (bits == nullptr) return nullptr;
+  try {
+    auto base = std::make_unique<BaseRow>();
+    base->bits = bits;
+    Writer writer(*this, stack, kNoLimit, &base->crossings, bits);
+    writer.write({state, kEmptyStack});
+    base->largest_distance = writer.largest_distance();
+    const BaseRow* expected = nullptr;
+    if (entry.compare_exchange_strong(expected, base.get(), std::memory_order_acq_rel)) {
+      return base.release();
+    }
+    pool_->give_back(bits);  // another thread has stored this row meanwhile
+    return expected;
+  } catch (const std::bad_alloc&) {
+    pool_->give_back(bits);
+    return nullptr;
+  }
+}
+
+int16_t AutomatonGrammar::find_text_successor(int32_t state) const {
+  // Returns the state after any byte of a range, kDead or kSeveral. The classes of bytes ascend.
+  const auto common = [this](int32_t from, int low, int high) {
+    if (from < 0) return static_cast<int16_t>(from);
+    const int32_t last = machine_.classes()[at(high)];
+    int32_t byte_class = machine_.classes()[at(low)];
+    const int16_t next = machine_.of_class(from, byte_class);
+    if (next < Machine::kDead) return kSeveral;
+    while (++byte_class <= last) {
+      if (machine_.of_class(from, byte_class) != next) return kSeveral;
+    }
+    return next;
+  };
+  // Ranges of the bytes of text characters: the first byte, the second one, and the number of
+  // bytes after these. If there is only one byte, the second range is empty.
+  struct Form {
+    int low, high, second_low, second_high, more;
+  };
+  static constexpr Form forms[] = {
+      {0x20, 0x21, 0, 0, 0},       {0x23, 0x5B, 0, 0, 0},       {0x5D, 0x7E, 0, 0, 0},
+      {0xC2, 0xDF, 0x80, 0xBF, 0}, {0xE0, 0xE0, 0xA0, 0xBF, 1}, {0xE1, 0xEC, 0x80, 0xBF, 1},
+      {0xED, 0xED, 0x80, 0x9F, 1}, {0xEE, 0xEF, 0x80, 0xBF, 1}, {0xF0, 0xF0, 0x90, 0xBF, 2},
+      {0xF1, 0xF3, 0x80, 0xBF, 2}, {0xF4, 0xF4, 0x80, 0x8F, 2},
+  };
+  const int16_t first = common(state, 0x20, 0x20);
+  for (const Form& form : forms) {
+    int16_t next = common(state, form.low, form.high);
+    if (form.second_high > 0) next = common(next, form.second_low, form.second_high);
+    for (int i = 0; i < form.more; ++i) next = common(next, 0x80, 0xBF);
+    if (next != first) return kSeveral;
+  }
+  return first;
+}
+
+// Returns a state to which most ASCII characters of text tokens lead and which lies within a string
+// without a maximum length, or kDead if there is none.
+int32_t AutomatonGrammar::find_common_text_successor(int32_t state) const {
+  std::array<int32_t, 0x7F - 0x20> next{};
+  for (size_t i = 0; i < next.size(); ++i) {
+    next[i] = machine_.next(state, static_cast<uint8_t>(0x20 + i));
+  }
+  // If a state occurs in more than half of the elements, it is the candidate at the end.
+  int32_t candidate = next[0];
+  int votes = 0;
+  for (const int32_t now : next) {
+    if (votes == 0) candidate = now;
+    votes += now == candidate ? 1 : -1;
+  }
+  const auto count = std::count(next.begin(), next.end(), candidate);
+  if (candidate < 0 || 2 * static_cast<size_t>(count) <= next.size()) return Machine::kDead;
+  return text_successor_[at(candidate)] == candidate ? candidate : Machine::kDead;
+}
+
+}  // namespace graft::guide

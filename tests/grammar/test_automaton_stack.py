@@ -1,0 +1,490 @@
+"""Automata with a stack, compared with `RuleMatcher` on random grammars in brackets."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from rule_matcher import RuleMatcher
+
+from graft.grammar.regular.expression import (
+    EMPTY,
+    both,
+    call,
+    characters,
+    concat,
+    members,
+    minus,
+    optional,
+    repeat,
+    text,
+    union,
+)
+from graft.native import _native
+
+STOP = 0
+MAX_STATES = 2048
+FAR = (2**31 - 1) // 4
+COMMA = text(",")
+ALPHABET = 'ab,"é'
+
+
+def make_tokens():
+    """Return the bytes of tokens: none for the stop id, each byte, and texts across brackets."""
+    generator = random.Random(1)
+    tokens = [b"", *(bytes([byte]) for byte in range(256))]
+    for _ in range(150):
+        length = generator.randint(2, 6)
+        tokens.append("".join(generator.choices(ALPHABET + "[]{}[]{}", k=length)).encode())
+    return [*tokens, b"}}]}", b'"},{"', b"{}", b"[]]", b"x\xc3", b"\xa9,", b"[" * 20, b"]" * 20]
+
+
+TOKENS = make_tokens()
+WORDS = -(-len(TOKENS) // 32)
+
+
+def make_trie(tokens):
+    return _native.guide.TokenTrie([len(token) for token in tokens], b"".join(tokens), len(tokens))
+
+
+TRIE = make_trie(TOKENS)
+
+
+def rule(brackets, expression):
+    return ord(brackets[0]), ord(brackets[1]), expression
+
+
+def compile_rules(rules, max_states=MAX_STATES):
+    return _native.guide.compile_automaton(rules, max_states)
+
+
+def load(data, trie=TRIE, words=WORDS, pool_bytes=1 << 20):
+    return _native.guide.AutomatonGrammar(data, trie, _native.guide.RowPool(words, pool_bytes))
+
+
+def compile_grammar(*rules, **options):
+    return load(compile_rules([(0, 0, rules[0]), *rules[1:]]), **options)
+
+
+def matcher_of(grammar, tokens=()):
+    matcher = _native.guide.AutomatonMatcher(grammar, (STOP,))
+    for token in tokens:
+        assert matcher.accept(token)
+    return matcher
+
+
+def legal_ids(matcher, *budget, words=WORDS):
+    row = np.zeros(words, np.int32)
+    assert matcher.fill(row, *budget)
+    return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
+
+
+def accept_text(matcher, content):
+    """Accept a text byte by byte; return whether it is legal."""
+    return all(matcher.accept(1 + byte) for byte in content)
+
+
+def accepts(grammar, content):
+    matcher = matcher_of(grammar)
+    return accept_text(matcher, content.encode()) and matcher.accept(STOP)
+
+
+# Random grammars ----------------------------------------------------------------------------------
+
+
+def random_expression(generator, depth, num_rules):
+    """Return a random expression; it contains no calls if `num_rules` is 1."""
+    kind = generator.random()
+
+    def part(rules=num_rules):
+        return random_expression(generator, depth - 1, rules)
+
+    if depth == 0 or kind < 0.2:
+        if num_rules > 1 and generator.random() < 0.5:
+            return call(generator.randint(1, num_rules - 1))
+        if generator.random() < 0.1:
+            return generator.choice([EMPTY, characters([])])
+        if generator.random() < 0.3:
+            return characters([(0x61, 0x62), (0xE8, 0xEA)])
+        return text("".join(generator.choices(ALPHABET, k=generator.randint(1, 3))))
+    if kind < 0.5:
+        return concat([part() for _ in range(generator.randint(1, 3))])
+    if kind < 0.75:
+        return union([part() for _ in range(generator.randint(2, 3))])
+    low = generator.randint(0, 2)
+    if kind < 0.82:
+        return repeat(part(), low, generator.choice([None, low, low + 1]))
+    if kind < 0.94:
+        items = []
+        for _ in range(generator.randint(0, 4)):
+            low = generator.choice([0, 0, 1, 2])
+            high = generator.choice([None, low, low + 1])
+            items.append((concat([text(generator.choice("ab")), part()]), low, high))
+        return members(COMMA, items)
+    return generator.choice([both, minus])(part(1), part(1))
+
+
+def random_rules(seed):
+    generator = random.Random(seed)
+    num_rules = generator.randint(1, 4)
+    rules = [(0, 0, random_expression(generator, 3, num_rules))]
+    for _ in range(1, num_rules):
+        depth = generator.randint(1, 2)
+        brackets = generator.choice(["[]", "{}", "[}"])
+        rules.append(rule(brackets, random_expression(generator, depth, num_rules)))
+    return rules
+
+
+def random_grammars(seeds):
+    """Yield random rules whose grammars have a text, and the serialized automata."""
+    for seed in seeds:
+        rules = random_rules(seed)
+        try:
+            yield rules, compile_rules(rules)
+        except ValueError as error:
+            if "allows no text" in str(error):
+                assert RuleMatcher(rules).legal(RuleMatcher(rules).start) == (set(), False)
+            else:
+                assert "bracket" in str(error)
+
+
+def random_walk(generator, matcher, steps):
+    """Accept up to `steps` random tokens, preferably long ones, and yield after each of them."""
+    for _ in range(steps):
+        legal = sorted(legal_ids(matcher) - {STOP}, key=lambda token: -len(TOKENS[token]))
+        if not legal:
+            return
+        assert matcher.accept(generator.choice(generator.choice([legal, legal[:5]])))
+        yield
+
+
+SEEDS = [pytest.param(range(100), id="100"), pytest.param(range(100, 2000), marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_automaton_allows_tokens_of_rule_matcher(seeds):
+    """Rows and accepted tokens are correct after random tokens and rollbacks."""
+    generator = random.Random(2)
+    for rules, data in random_grammars(seeds):
+        expected = RuleMatcher(rules)
+        # The rows of the second grammar are never stored, as there is no memory for them.
+        matchers = [matcher_of(load(data)), matcher_of(load(data, pool_bytes=0))]
+        nodes = [expected.start]
+        for _ in range(25):
+            legal = {
+                token
+                for token in range(1, len(TOKENS))
+                if expected.is_prefix(TOKENS[token], nodes[-1])
+            }
+            if expected.legal(nodes[-1])[1]:
+                legal.add(STOP)
+            assert [legal_ids(matcher) for matcher in matchers] == [legal, legal]
+            illegal = sorted(set(range(len(TOKENS))) - legal)
+            for matcher in matchers:
+                assert not any(map(matcher.accept, generator.sample(illegal, 5)))
+            texts = sorted(legal - {STOP}, key=lambda token: -len(TOKENS[token]))
+            if len(nodes) > 1 and (not texts or generator.random() < 0.2):
+                count = generator.randint(1, len(nodes) - 1)
+                del nodes[-count:]
+                for matcher in matchers:
+                    matcher.rollback(count)
+            elif texts:
+                token = generator.choice(generator.choice([texts, texts[:5]]))
+                assert all(matcher.accept(token) for matcher in matchers)
+                nodes.append(expected.after(TOKENS[token], nodes[-1]))
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_row_with_budget_allows_tokens_that_can_be_completed(seeds):
+    """Check rows with a budget, and that following them completes the text within the budget."""
+    generator = random.Random(3)
+    known = 0
+    for _, data in random_grammars(seeds):
+        matcher = matcher_of(load(data))
+        if matcher.distance() < 0:
+            assert has_ambiguous_entry(matcher.grammar.table())
+            continue
+        known += 1
+        check_budgets(generator, matcher)
+        for _ in random_walk(generator, matcher, 8):
+            check_budgets(generator, matcher)
+    assert known > len(seeds) / 3
+
+
+def has_ambiguous_entry(table):
+    """Return whether an entry has several exits; only then, distances may be unknown."""
+    return any(np.diff(table["returns_begin"]) > 1)
+
+
+def check_budgets(generator, matcher):
+    distance = matcher.distance()
+    legal = legal_ids(matcher)
+    assert (distance == 1) == (STOP in legal)
+    after = {}
+    for token in legal:
+        assert matcher.accept(token)
+        after[token] = matcher.distance()
+        matcher.rollback(1)
+    assert min(after.values()) <= distance - 1
+    for budget in [*range(distance - 1, distance + 3), distance + generator.randint(3, 40)]:
+        row = legal_ids(matcher, budget)
+        assert row == {token for token in legal if after[token] <= budget - 1}
+    # A generation that follows the rows, and prefers the tokens that lead farthest away.
+    budget = distance + generator.randint(0, 10)
+    tokens = 0
+    while not matcher.is_terminated():
+        allowed = sorted(legal_ids(matcher, budget - tokens))
+        assert allowed, "no token is left"
+        assert matcher.accept(generator.choice(allowed))
+        tokens += 1
+    assert tokens <= budget
+    matcher.rollback(tokens)
+    assert matcher.distance() == distance
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_distances_of_table_decrease_by_a_token(seeds):
+    """From each state, with an unknown stack, one token leads at least one token closer to the end.
+
+    The test reads the table as the device does, without the native matcher.
+    """
+    for _, data in random_grammars(seeds):
+        table = load(data).table()
+        for state, distance in enumerate(table["distance"].tolist()):
+            if distance == FAR:
+                assert has_ambiguous_entry(table)
+                continue
+            best = 1 if table["accepting"][state] else FAR
+            for token in TOKENS[1:]:
+                best = min(best, 1 + distance_after(table, state, token))
+            assert best <= distance
+        begins = table["returns_begin"]
+        for entry, cost in enumerate(table["cost"].tolist()):
+            states = table["returns"][begins[entry] : begins[entry + 1], 1]
+            assert cost == table["distance"][states].max()
+
+
+def distance_after(table, state, token):
+    """Return the distance after a token, which may end with the end of the state's rule."""
+    stack = []
+    for index, byte in enumerate(token):
+        state = table["next"][state, table["classes"][byte]]
+        if state == -1:
+            return FAR
+        if state >= 0:
+            continue
+        entry, target = table["actions"][-2 - state].tolist()
+        if entry >= 0:
+            stack.append(entry)
+            state = target
+        elif stack:
+            top = stack.pop()
+            begin, end = table["returns_begin"][top : top + 2]
+            states = dict(table["returns"][begin:end].tolist())
+            if target not in states:
+                return FAR
+            state = states[target]
+        else:
+            return 0 if index == len(token) - 1 else FAR
+    return table["distance"][state] + sum(table["cost"][entry] for entry in stack)
+
+
+# Grammars with known texts ------------------------------------------------------------------------
+
+VALUE = union([text("1"), call(1), call(2)])
+JSON = (
+    VALUE,
+    rule("[]", members(COMMA, [(VALUE, 0, None)])),
+    rule("{}", members(COMMA, [(concat([text('"a":'), VALUE]), 0, None)])),
+)
+
+
+def test_recursive_grammar_has_unlimited_depth():
+    grammar = compile_grammar(*JSON)
+    assert accepts(grammar, '[1,{"a":[],"a":[1]},[[[]]]]')
+    for content in ("[1,]", "[1}", '{"a":1', "]", '{"a":1}]', "[,]", ""):
+        assert not accepts(grammar, content)
+    depth = 5000
+    matcher = matcher_of(grammar)
+    assert accept_text(matcher, b"[" * depth)
+    assert len(matcher.stack) == depth
+    assert matcher.distance() == depth + 1
+    assert not matcher.accept(STOP)
+    matcher.rollback(depth - 1)
+    assert len(matcher.stack) == 1
+    assert accept_text(matcher, b"]") and matcher.accept(STOP)
+
+
+def test_token_closes_several_rules():
+    grammar = compile_grammar(*JSON)
+    matcher = matcher_of(grammar)
+    assert accept_text(matcher, b'{"a":[{"a":{"a":1')
+    token = TOKENS.index(b"}}]}")
+    assert token in legal_ids(matcher)
+    assert matcher.accept(token)
+    assert matcher.stack == [] and matcher.accept(STOP)
+
+
+def test_union_of_rules_with_equal_beginnings_is_decided_by_the_end():
+    """The same brackets belong to two rules, which have different continuations."""
+    inner = concat([text("a"), optional(text("b"))])
+    grammar = compile_grammar(
+        union([concat([call(1), text("x")]), concat([call(2), text("y")])]),
+        rule("[]", inner),
+        rule("[]", text("a")),
+    )
+    for content in ("[a]x", "[ab]x", "[a]y"):
+        assert accepts(grammar, content)
+    assert not accepts(grammar, "[ab]y")
+
+
+def test_rules_without_finite_text_are_removed():
+    grammar = compile_grammar(
+        union([concat([text("a"), call(1)]), text("b")]), rule("[]", concat([text("c"), call(1)]))
+    )
+    assert legal_ids(matcher_of(grammar)) == {1 + ord("b")}
+    with pytest.raises(ValueError, match="allows no text"):
+        compile_grammar(call(1), rule("[]", call(1)))
+
+
+def test_members_have_separators_between_neighbours():
+    items = [(text("a"), 0, 1), (text("b"), 1, 2), (text("c"), 0, None), (text("d"), 0, 1)]
+    grammar = compile_grammar(members(COMMA, items))
+    for content in ("b", "a,b", "b,b", "b,c,c,c", "a,b,b,c,d", "b,d"):
+        assert accepts(grammar, content)
+    for content in ("", "a", "b,", ",b", "ab", "b,a", "b,b,b", "b,d,d", "b,,d"):
+        assert not accepts(grammar, content)
+
+
+def test_automaton_of_optional_members_is_linear_in_their_number():
+    def num_states(count):
+        items = [(text(f"key{i:03}:1"), 0, 1) for i in range(count)]
+        return compile_grammar(members(COMMA, items)).num_states
+
+    assert num_states(100) < 11 * num_states(10)
+
+
+def test_intersection_and_difference():
+    letters = repeat(characters([(0x61, 0x7A)]), 0, None)
+    words = union([text("tea"), text("ten"), text("")])
+    grammar = compile_grammar(concat([minus(letters, words), text("."), both(letters, words)]))
+    for content in ("te.tea", "a.", "tens.ten"):
+        assert accepts(grammar, content)
+    for content in ("tea.tea", ".tea", "te.te"):
+        assert not accepts(grammar, content)
+
+
+def test_text_row_of_bounded_string_is_exact():
+    """States of a string with a maximum length use a row of the tokens with few characters."""
+    tokens = [*TOKENS, *("é" * count for count in range(2, 9)), *("ab" * n for n in range(3, 40))]
+    tokens = [token if isinstance(token, bytes) else token.encode() for token in tokens]
+    words = -(-len(tokens) // 32)
+    plain = characters([(0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0x80, 0x10FFFF)])
+    for low, high in ((0, None), (0, 5), (2, 40), (3, None)):
+        rules = [(0, 0, concat([text('"'), repeat(plain, low, high), text('"')]))]
+        grammar = load(compile_rules(rules), make_trie(tokens), words)
+        for used in range(0, min(high or 6, 6)):
+            matcher = matcher_of(grammar)
+            assert accept_text(matcher, b'"' + b"x" * used)
+            row = np.zeros(words, np.int32)
+            matcher.fill(row)
+            bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+            for token in range(1, len(tokens)):
+                accepted = matcher.accept(token)
+                assert bits[token] == accepted, (low, high, used, tokens[token])
+                if accepted:
+                    matcher.rollback(1)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [union([text("[a"), call(1)]), rule("[]", text("b"))],
+        [call(1), rule("[]", repeat(text("]"), 0, 2))],
+        [call(1), rule("||", optional(call(1)))],
+    ],
+    ids=["opening", "closing", "same"],
+)
+def test_bracket_that_may_be_another_character_is_refused(rules):
+    with pytest.raises(ValueError, match="may be a bracket or another character"):
+        compile_grammar(*rules)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [[5, 0], [5, 2], [0, 6, 1, 0, 1], [0, 0, 6, 1, 2, 1], [0, 7], [5, 1, 0, 8], [0, 6, -1], [9]],
+)
+def test_malformed_rule_raises(program):
+    with pytest.raises(RuntimeError, match="malformed expression"):
+        compile_grammar(program, rule("[]", EMPTY))
+
+
+def test_rules_must_exist_and_have_bytes():
+    for rules in ([], [(0, 256, EMPTY)], [(-1, 0, EMPTY)]):
+        with pytest.raises(RuntimeError, match="automaton"):
+            compile_rules(rules)
+
+
+@pytest.mark.parametrize("max_states", [9, 1000])
+def test_number_of_states_is_limited(max_states):
+    with pytest.raises(ValueError, match=f"more than {max_states} states"):
+        compile_rules([(0, 0, repeat(text("ab"), 600, 600))], max_states)
+    assert load(compile_rules([(0, 0, repeat(text("ab"), 600, 600))], 2000)).num_states == 1201
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(20000, marks=pytest.mark.full)])
+def test_invalid_serialized_automaton_raises_or_is_harmless(count):
+    """Changed data is refused, or the matcher still works within the arrays of the automaton."""
+    generator = random.Random(4)
+    original = compile_rules([(0, 0, JSON[0]), *JSON[1:]])
+    refused = 0
+    for _ in range(count):
+        data = bytearray(original)
+        for _ in range(generator.randint(1, 3)):
+            position = generator.choice([generator.randrange(60), generator.randrange(len(data))])
+            data[position] = generator.choice([0, 1, 2, 127, 128, 254, 255])
+        if generator.random() < 0.2:
+            del data[generator.randrange(len(data)) :]
+        try:
+            grammar = load(bytes(data))
+        except RuntimeError as error:
+            assert "invalid data" in str(error)
+            refused += 1
+            continue
+        matcher = matcher_of(grammar)
+        for _ in random_walk(generator, matcher, 5):
+            legal_ids(matcher, generator.randint(1, 9))
+    assert refused > count // 2
+
+
+def test_threads_share_rows_of_a_grammar():
+    grammar = compile_grammar(*JSON)
+
+    def walk(seed):
+        generator = random.Random(seed)
+        matcher = matcher_of(grammar)
+        return [sorted(legal_ids(matcher)) for _ in random_walk(generator, matcher, 40)]
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(walk, [1, 2] * 4))
+    assert found[0::2] == [found[0]] * 4 and found[1::2] == [found[1]] * 4
+
+
+def test_distance_is_unknown_without_tokens_of_all_bytes():
+    """No token contains the closing byte, so no number of tokens completes the text."""
+    tokens = [b"", b"[", b"a"]
+    data = compile_rules([(0, 0, call(1)), rule("[]", text("a"))])
+    matcher = matcher_of(load(data, make_trie(tokens), 1))
+    assert matcher.distance() == -1
+    assert legal_ids(matcher, 1, words=1) == {1}
+
+
+def test_distance_is_found_if_the_shortest_text_has_no_tokens():
+    """The shortest text is ``a``, but the vocabulary can only write ``[bb]``."""
+    tokens = [b"", b"[b", b"b]"]
+    data = compile_rules([(0, 0, union([text("a"), call(1)])), rule("[]", repeat(text("b"), 1, 9))])
+    matcher = matcher_of(load(data, make_trie(tokens), 1))
+    assert matcher.distance() == 3
+    assert legal_ids(matcher, 2, words=1) == set() and legal_ids(matcher, 3, words=1) == {1}
