@@ -32,7 +32,7 @@ def workload(**options):
     """
     requests = mixed_requests(8, seed=17)
     for index, max_tokens in ((0, 1), (2, 3), (4, 7), (6, 12)):
-        requests[index] = replace(requests[index], max_tokens=max_tokens)
+        requests[index] = replace(requests[index], max_tokens=max_tokens, closing="off")
     free = Request(tokens=[300, 301, 302], max_tokens=40)
     requests += [replace(free, stop=["e", "a"]), replace(free, tokens=[41]), free]
     penalties = {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
