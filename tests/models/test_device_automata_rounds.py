@@ -117,7 +117,9 @@ def automaton_requests():
     ]
     requests = [replace(FREE, id="free")]
     for number, grammar in enumerate(grammars):
-        requests.append(Request(prompt="x", grammar=grammar, max_tokens=30, id=str(number)))
+        requests.append(
+            Request(prompt="x", grammar=grammar, max_tokens=30, id=str(number), closing="off")
+        )
     return requests
 
 
@@ -192,7 +194,10 @@ def forced_requests(**options):
             }
         ),
     ]
-    return [Request(prompt="x", grammar=grammar, seed=3, **options) for grammar in grammars]
+    return [
+        Request(prompt="x", grammar=grammar, seed=3, closing="off", **options)
+        for grammar in grammars
+    ]
 
 
 @pytest.mark.parametrize("composition, block", [("one", 1), ("two", 1), ("one", 64)])
