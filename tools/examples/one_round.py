@@ -251,7 +251,7 @@ def generate() -> list[list[tuple[int, list[int]]]]:
         if j < K:
             grammar.wait(model.record())  # the step reads draft j
             filled = add_host_step(partial(host.follow, j), j, f"draft {j}: row {j}")
-            hidden = head.step(model, Rows(*draft_rows), hidden, head_logits)
+            hidden = head.step(model, Rows(*draft_rows), hidden, head_logits)  # feed draft j
 
     # 4. Prefill and rounds ------------------------------------------------------------------------
     stream = device.stream()
