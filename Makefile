@@ -12,7 +12,6 @@
 #                             gpu (default cuda)
 #   GPU="--sections features --out FOLDER"
 #                             options for `make gpu`
-#   WERROR=ON                 with VENV=none: warnings of the C++ compiler are errors
 
 PYTHON ?=
 VENV ?= .venv
@@ -23,11 +22,16 @@ GRAFT_DEVICE ?=
 ifeq ($(VENV),none)
   PY := $(if $(PYTHON),$(PYTHON),python3)
   CLANG_FORMAT := clang-format
+  CMAKE := cmake
+  GENERATOR = $(if $(shell command -v ninja),-G Ninja)
   export PYTHONPATH := $(CURDIR)/build/tree$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
   PY := $(VENV)/bin/python
   CLANG_FORMAT := $(VENV)/bin/clang-format
+  CMAKE := $(VENV)/bin/cmake
+  GENERATOR = -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja
 endif
+INTERPRETER = $(shell $(PY) -c "import sys; print(sys.executable)")
 # Let Python write bytecode files even if the environment disables that, because the tests start
 # hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
@@ -51,17 +55,16 @@ setup: install-test ## create .venv, build the C++ part and install what the tes
 ifeq ($(VENV),none)
 
 configure: tree
-	@cmake -S native -B build/cuda $(if $(shell command -v ninja),-G Ninja) --log-level=WARNING \
-	  -DPython_EXECUTABLE=$(shell $(PY) -c "import sys; print(sys.executable)") \
-	  -DCMAKE_BUILD_TYPE=Release -DGRAFT_WARNINGS_ARE_ERRORS=$(or $(WERROR),OFF)
+	@$(CMAKE) -S native -B build/cuda $(GENERATOR) --log-level=WARNING -DCMAKE_BUILD_TYPE=Release \
+	  -DPython_EXECUTABLE=$(INTERPRETER)
 
 install-%: configure
-	@cmake --build build/cuda --parallel $(CORES)
-	@cmake --install build/cuda --prefix build/tree > build/cuda/install.log
+	@$(CMAKE) --build build/cuda --parallel $(CORES)
+	@$(CMAKE) --install build/cuda --prefix build/tree > build/cuda/install.log
 
 native: configure # build the native module alone, which is all that a GPU needs
-	@cmake --build build/cuda --parallel $(CORES) --target _native
-	@cmake --install build/cuda --component native --prefix build/tree > build/cuda/install.log
+	@$(CMAKE) --build build/cuda --parallel $(CORES) --target _native
+	@$(CMAKE) --install build/cuda --component native --prefix build/tree > build/cuda/install.log
 
 else
 
@@ -178,11 +181,15 @@ test-cuda: setup ## run the tests on a GPU, one process per file (on a machine w
 gpu: $(if $(filter none,$(VENV)),tree,setup) ## check and measure a GPU in at most 9 minutes
 	@GRAFT_DEVICE=$(or $(GRAFT_DEVICE),cuda) $(PY) -m graft.tools.gpu_first $(GPU)
 
-lint: install-lint tree ## check the code with ruff, mypy and clang-format
+lint: install-lint tree ## check the code with ruff, mypy, clang-format and the warnings of the C++ compiler
 	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
 	@$(PY) -m mypy build/tree/graft
 	@git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs -r $(CLANG_FORMAT) --dry-run --Werror
+	@$(CMAKE) -S native -B build/lint $(GENERATOR) --log-level=WARNING -DCMAKE_BUILD_TYPE=Release \
+	  -DPython_EXECUTABLE=$(INTERPRETER) -DGRAFT_WARNINGS_ARE_ERRORS=ON
+	@$(CMAKE) --build build/lint --parallel $(CORES) > build/lint/build.log || \
+	  { cat build/lint/build.log >&2; exit 1; }
 
 clean: ## remove everything that the targets created, including .venv
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache $(if $(filter .venv,$(VENV)),.venv)
