@@ -376,26 +376,53 @@ def test_intersection_and_difference():
         assert not accepts(grammar, content)
 
 
-def test_text_row_of_bounded_string_is_exact():
-    """States of a string with a maximum length use a row of the tokens with few characters."""
-    tokens = [*TOKENS, *("é" * count for count in range(2, 9)), *("ab" * n for n in range(3, 40))]
-    tokens = [token if isinstance(token, bytes) else token.encode() for token in tokens]
-    words = -(-len(tokens) // 32)
-    plain = characters([(0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0x80, 0x10FFFF)])
-    for low, high in ((0, None), (0, 5), (2, 40), (3, None)):
-        rules = [(0, 0, concat([text('"'), repeat(plain, low, high), text('"')]))]
-        grammar = load(compile_rules(rules), make_trie(tokens), words)
-        for used in range(0, min(high or 6, 6)):
-            matcher = matcher_of(grammar)
-            assert accept_text(matcher, b'"' + b"x" * used)
-            row = np.zeros(words, np.int32)
-            matcher.fill(row)
-            bits = np.unpackbits(row.view(np.uint8), bitorder="little")
-            for token in range(1, len(tokens)):
-                accepted = matcher.accept(token)
-                assert bits[token] == accepted, (low, high, used, tokens[token])
-                if accepted:
-                    matcher.rollback(1)
+def make_long_tokens():
+    """Return tokens of up to 40 characters, with and without a quotation mark at the end."""
+    texts = [
+        *("é" * count for count in range(2, 9)),
+        *("ab" * count for count in range(1, 21)),
+        *("b" * count + '"' for count in range(1, 40, 3)),
+        *("abc", "b日a", 'ab"', 'é"', "éa", "\n", "a\n", "\\"),
+    ]
+    return [*TOKENS, *(content.encode() for content in texts)]
+
+
+LONG_TOKENS = make_long_tokens()
+LONG_WORDS = -(-len(LONG_TOKENS) // 32)
+LONG_TRIE = make_trie(LONG_TOKENS)
+PLAIN = characters([(0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0x80, 0x10FFFF)])
+QUOTE = text('"')
+STRINGS = {
+    "free": repeat(PLAIN, 0, None),
+    "short": repeat(PLAIN, 0, 5),
+    "bounded": repeat(PLAIN, 2, 40),
+    "long": repeat(PLAIN, 4, None),
+    "key": minus(repeat(PLAIN, 0, None), union([text("ab"), text("é"), text("éab"), text("")])),
+    "prefix": concat([union([text("ab"), text("x")]), repeat(PLAIN, 0, 3)]),
+}
+
+
+@pytest.mark.parametrize("name", STRINGS)
+@pytest.mark.parametrize("closed", [False, True], ids=["root", "rule"])
+def test_rows_within_strings_allow_accepted_tokens(name, closed):
+    """States within strings start from rows that all grammars share."""
+    value = concat([QUOTE, STRINGS[name], QUOTE])
+    rules = [(0, 0, call(1)), rule("[]", value)] if closed else [(0, 0, value)]
+    grammar = load(compile_rules(rules), LONG_TRIE, LONG_WORDS)
+    for start in ("", "a", "ab", "é", "xx", "abab", "éa", "x" * 5):
+        matcher = matcher_of(grammar)
+        if not accept_text(matcher, (b'["' if closed else b'"') + start.encode()):
+            continue
+        distance = matcher.distance()
+        after = {}
+        for token in range(1, len(LONG_TOKENS)):
+            if matcher.accept(token):
+                after[token] = matcher.distance()
+                matcher.rollback(1)
+        assert legal_ids(matcher, words=LONG_WORDS) == set(after)
+        for budget in range(distance - 1, distance + 6):
+            allowed = {token for token in after if after[token] <= budget - 1}
+            assert legal_ids(matcher, budget, words=LONG_WORDS) == allowed
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ class AutomatonGrammar::Writer {
         row_(row) {}
 
   void write(Position position) {
-    if (!copy_text_row(position) && !write_text_difference(position)) {
+    if (!write_text_rows(position) && !write_text_difference(position)) {
       clear();
       add(trie_.range(TokenTrie::kText), 0, position);
     }
@@ -93,11 +93,6 @@ class AutomatonGrammar::Writer {
  private:
   void clear() { std::memset(row_, 0, static_cast<size_t>(trie_.words()) * sizeof(int32_t)); }
 
-  void copy(int text_length) {
-    std::memcpy(row_, trie_.text_row(text_length),
-                static_cast<size_t>(trie_.words()) * sizeof(int32_t));
-  }
-
   void set(int32_t token, bool legal) {
     for (; token >= 0; token = trie_.next_equal(token)) {
       const auto bit = static_cast<int32_t>(1u << (token & 31));
@@ -116,39 +111,63 @@ class AutomatonGrammar::Writer {
   }
 
   // If all characters of text tokens lead from the state to one and the same state, and so on, up
-  // to a state where they are illegal, the row of the text tokens has been computed with the trie.
-  bool copy_text_row(Position position) {
+  // to a state where they are illegal, the row consists of the rows that TokenTrie has stored.
+  bool write_text_rows(Position position) {
+    const auto words = static_cast<size_t>(trie_.words());
+    std::array<bool, TokenTrie::kMaxTextLength + 1> allowed{};  // by number of characters
     int length = 0;
     for (; length < TokenTrie::kMaxTextLength; ++length) {
       const int16_t next = grammar_.text_successor_[at(position.state)];
       if (next == kSeveral) return false;
       if (next == Machine::kDead) break;
       position.state = next;
-      if (!is_within_limit(position)) return false;
+      allowed[at(length) + 1] = is_within_limit(position);
     }
-    copy(length);
+    clear();
+    for (int last = length; last > 0;) {  // for each range of numbers that are equally allowed
+      int first = last;
+      while (first > 0 && allowed[at(first)] == allowed[at(last)]) --first;
+      const int32_t* shorter = trie_.text_row(first);
+      const int32_t* row = trie_.text_row(last);
+      for (size_t i = 0; i < words; ++i) {
+        const int32_t tokens = row[i] & ~shorter[i];
+        if (allowed[at(last)]) {
+          row_[i] |= tokens;
+        } else {
+          is_narrowed_ = is_narrowed_ || tokens != 0;
+        }
+      }
+      last = first;
+    }
     return true;
   }
 
-  // If most characters of text tokens lead to a state within a string without a limit, the row
-  // begins as the row of this state, and the tokens that begin with other characters are corrected.
+  // If most characters of text tokens lead to a state within a string without a limit, the tokens
+  // that begin with these characters are allowed together, and only the others are visited.
   bool write_text_difference(Position position) {
     const int32_t common = grammar_.find_common_text_successor(position.state);
-    if (common < 0 || !is_within_limit({common, position.top})) return false;
-    copy(TokenTrie::kMaxTextLength);
+    if (common < 0) return false;
+    const bool allowed = is_within_limit({common, position.top});
+    if (allowed) {
+      std::memcpy(row_, trie_.text_row(TokenTrie::kMaxTextLength),
+                  static_cast<size_t>(trie_.words()) * sizeof(int32_t));
+    } else {
+      clear();
+    }
     std::array<int32_t, TokenTrie::kMaxTokenLength + 1> path;  // states after `common`, by depth
     path[0] = common;
     walker_.visit(
         trie_, trie_.range(TokenTrie::kText), 0, position, &stack_,
         [&](int32_t index, Position after) {
           const TokenTrie::Node& node = trie_.node(index);
-          const int16_t expected = grammar_.machine_.next(path[node.depth], node.byte);
+          const int32_t expected = grammar_.machine_.next(path[node.depth], node.byte);
           path[node.depth + 1u] = expected;
-          if (after.state == expected && after.top == position.top) return false;
-          if (node.token >= 0 && !is_within_limit(after)) {
-            set(node.token, false);
-            is_narrowed_ = true;
+          if (after.state == expected && after.top == position.top) {
+            is_narrowed_ = is_narrowed_ || !allowed;
+            return false;
           }
+          set(node.token, false);
+          add_node(index, after);
           return true;
         },
         [this](int32_t index) { remove(index); },
