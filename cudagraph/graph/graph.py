@@ -24,7 +24,7 @@ from graft.cudagraph.driver.context import Context
 from graft.cudagraph.driver.driver import call, check_code, cu, prepare_driver_call
 from graft.cudagraph.driver.memory import PinnedArray, check_byte
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.graph import drawing, nodes
+from graft.cudagraph.graph import drawing, foreign_graph, nodes
 from graft.cudagraph.graph.exec import GraphExec
 from graft.cudagraph.graph.mailbox import KERNELS as MAILBOX_KERNELS
 from graft.cudagraph.graph.mailbox import Limits, Mailbox, MailboxWorker
@@ -47,7 +47,7 @@ BODY_NODE_KINDS = frozenset({"kernel", "copy", "fill", "child", "if", "while"})
 #: Kinds of the two nodes of a mailbox. With `GraphLane.spinkernel`, both are kernel nodes.
 _MAILBOX_NODE_KINDS = frozenset({"request", "wait"})
 #: Kinds of conditional nodes. The driver allows none in a child graph, at any depth.
-_CONDITIONAL_KINDS = frozenset({"if", "while"})
+_CONDITIONAL_KINDS = frozenset({"if", "while", "switch", "conditional"})
 #: Lane of the node that counts completed launches.
 _COUNTER_LANE = "completed launches"
 
@@ -399,10 +399,57 @@ class Graph(GraphBase):
         self._worker: MailboxWorker | None = None
         self._parent_name: str | None = None
         self._exec: weakref.ref[GraphExec] | None = None
-        self.adopt_handle(int(call(cu.cuGraphCreate, 0)))
+        self._own(int(call(cu.cuGraphCreate, 0)))
 
-    def adopt_handle(self, handle: int) -> None:
-        """Take ownership of a CUgraph, such as a captured one, in place of the previous CUgraph."""
+    @classmethod
+    def from_capture(
+        cls, context: Context, captured: Any, *, name: str = "captured", keep: object = ()
+    ) -> Graph:
+        """Make a graph from one that was captured or built with another library.
+
+        Its nodes form the lane "captured"; nodes that are added to this lane run after all of them.
+        Host steps that :func:`~graft.cudagraph.host.hostwork.hostfunc` added during the capture
+        report their errors as in any captured graph, see
+        :func:`~graft.cudagraph.host.hostwork.check_captured`.
+
+        Parameters
+        ----------
+        captured
+            A GraphDefinition or a finished GraphBuilder of cuda.core, a Graph of CuPy, or a
+            CUDAGraph of torch that was created with ``keep_graph=True``. These are copied, which
+            the driver refuses for graphs with memory or conditional nodes. Or a CUgraph, as
+            cuStreamEndCapture returns it, of which the graph takes ownership.
+        keep
+            Objects, such as arrays whose memory the nodes use, that the graph keeps alive in
+            addition to `captured`.
+
+        Raises
+        ------
+        OptionError
+            ``captured`` is none of these objects.
+        DeviceError
+            The graph cannot be copied.
+        """
+        handle, is_owned = foreign_graph.graph_handle(captured)
+        if not is_owned:
+            handle = int(call(cu.cuGraphClone, handle))
+        graph = cls(context, name)
+        graph._own(handle)
+        code, api, _ = _native.attach_keep(handle, (captured, keep))
+        check_code(api, code)
+        lane = "captured"
+        graph._tails[lane] = ()
+        nodes, edges = foreign_graph.read_nodes(handle)
+        for index, node in enumerate(nodes):
+            graph._node_handles.append(node.handle)
+            graph.nodes.append(Node(node.name, node.kind, lane, index))
+        graph.edges.extend(edges)
+        has_dependents = {before for before, _ in edges}
+        graph._tails[lane] = tuple(i for i in range(len(nodes)) if i not in has_dependents)
+        return graph
+
+    def _own(self, handle: int) -> None:
+        """Take ownership of a CUgraph, in place of the previous CUgraph."""
         self._resource = _native.Resource(_native.ResourceKind.GRAPH, handle)
 
     @property

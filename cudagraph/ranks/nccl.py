@@ -106,12 +106,11 @@ class NcclAllGather(AllGather):
 
     def _capture(self, local: DeviceArray, gathered: DeviceArray) -> Graph:
         """Capture the work that NCCL enqueues for an all-gather, and return it as a graph."""
-        graph = Graph(self._context, "all-gather")
         stream = self._stream.handle
         mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         call(cu.cuStreamBeginCapture, stream, mode)
         try:
             self._communicator.allgather(local, gathered, stream=stream)
         finally:
-            graph.adopt_handle(int(call(cu.cuStreamEndCapture, stream)))
-        return graph
+            captured = call(cu.cuStreamEndCapture, stream)
+        return Graph.from_capture(self._context, captured, name="all-gather")

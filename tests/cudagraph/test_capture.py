@@ -7,10 +7,19 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
-from cudagraph_util import THREAD_LOCAL, ForeignCapture, wait_for_records, wait_until_freed
+from cudagraph_util import THREAD_LOCAL, ForeignCapture, replay, wait_for_records, wait_until_freed
 
 from graft import native
-from graft.cudagraph import Device, DeviceError, HostWorkError, Stream, StreamLane, load_text
+from graft.cudagraph import (
+    Device,
+    DeviceError,
+    Graph,
+    HostWorkError,
+    OptionError,
+    Stream,
+    StreamLane,
+    load_text,
+)
 from graft.cudagraph.driver.driver import call, cu
 from graft.cudagraph.host.hostwork import check_captured, hostfunc
 from graft.native import _native
@@ -160,3 +169,115 @@ def test_hostfunc_rejects_invalidated_capture(stream: Stream) -> None:
     stream.synchronize(60)
     hostfunc(stream, list)
     stream.synchronize(60)
+
+
+def test_graph_from_captured_handle_is_launched_and_extended(
+    device: Device, stream: Stream, foreign: ForeignCapture
+) -> None:
+    """The graph owns the CUgraph and lists its nodes; later nodes follow all others."""
+    kernel = load_text(device, TEXT, "capture.cu")["add"]
+    data = device.zeros((8,), "int32")
+    other = device.stream("other")
+    lane, side = StreamLane(stream), StreamLane(other)
+    foreign.begin()
+    lane.kernel(kernel, 1, 8, [data, 5])
+    start = lane.record()
+    lane.kernel(kernel, 1, 4, [data, 10])
+    side.wait(start)
+    side.kernel(kernel, 1, 4, [data[4:], 20])
+    lane.wait(side.record())
+    captured = call(cu.cuStreamEndCapture, stream.handle)
+    graph = Graph.from_capture(device, captured, name="theirs")
+    assert [(n.name, n.kind, n.lane) for n in graph.nodes] == [("add", "kernel", "captured")] * 3
+    assert sorted(graph.edges) == [(0, 1), (0, 2)]
+    graph.lane("captured").kernel(kernel, 1, 8, [data, 100])
+    assert {edge for edge in graph.edges if edge[1] == 3} == {(1, 3), (2, 3)}
+    run = replay(graph, stream, 2)
+    assert data.to_host().tolist() == [230] * 4 + [250] * 4
+    assert "add" in graph.dot()
+    live = native.live_resources()
+    run.close()
+    graph.close()
+    wait_until_freed()
+    assert native.live_resources() < live
+
+
+def test_graph_from_capture_is_moved_into_another_graph(device: Device, stream: Stream) -> None:
+    data = device.zeros((8,), "int32")
+    call(cu.cuStreamBeginCapture, stream.handle, THREAD_LOCAL)
+    StreamLane(stream).fill(data, 1)
+    child = Graph.from_capture(device, int(call(cu.cuStreamEndCapture, stream.handle)))
+    graph = Graph(device)
+    graph.lane("main").child(child)
+    replay(graph, stream)
+    assert data.to_host().tolist() == [0x01010101] * 8
+
+
+class TorchGraph:
+    """A captured graph as torch has it."""
+
+    def __init__(self, handle: object, error: str = "") -> None:
+        self.handle = handle
+        self.error = error
+
+    def raw_cuda_graph(self) -> int:
+        if self.error:
+            raise RuntimeError(self.error)
+        return int(self.handle)
+
+
+def test_graph_from_library_is_copied_and_kept_alive(device: Device, stream: Stream) -> None:
+    """The library still owns its graph. Its object lives as long as the copy can run."""
+    data = device.zeros((8,), "int32")
+    call(cu.cuStreamBeginCapture, stream.handle, THREAD_LOCAL)
+    StreamLane(stream).fill(data, 2)
+    handle = call(cu.cuStreamEndCapture, stream.handle)
+    theirs = TorchGraph(handle)
+    watch = weakref.ref(theirs)
+    graph = Graph.from_capture(device, theirs)
+    call(cu.cuGraphDestroy, handle)
+    del theirs
+    run = graph.instantiate()
+    del graph
+    wait_until_freed()
+    assert watch() is not None
+    replay(run, stream)
+    assert data.to_host().tolist() == [0x02020202] * 8
+    run.close()
+    wait_until_freed()
+    assert watch() is None
+
+
+def test_graph_from_capture_refuses_other_objects(device: Device) -> None:
+    for wrong in (None, True, 0, "graph", Graph(device), TorchGraph(0)):
+        with pytest.raises(OptionError, match=r"from_capture\(\) needs a GraphDefinition .* torch"):
+            Graph.from_capture(device, wrong)
+    with pytest.raises(OptionError, match=r"gives no graph: .*keep_graph"):
+        Graph.from_capture(device, TorchGraph(1, "graph was not created with keep_graph=True"))
+
+
+def test_graph_from_cuda_core_builder(device: Device, stream: Stream) -> None:
+    """A GraphBuilder of cuda.core with a kernel, a callback and host work of graft."""
+    core = pytest.importorskip("cuda.core", reason="cuda.core is not installed")
+    from cuda.core.graph import GraphDefinition
+
+    core_device = core.Device(device.ordinal)
+    core_device.set_current()
+    queue = core_device.create_stream(stream)
+    data = device.zeros((4,), "int32")
+    seen: list[str] = []
+    builder = queue.create_graph_builder()
+    builder.begin_building()
+    StreamLane(builder).fill(data, 3)
+    hostfunc(builder, seen.append, "graft")
+    builder.callback(lambda: seen.append("core"))
+    builder.end_building()
+    graph = Graph.from_capture(device, builder, keep=data)
+    builder.close()
+    assert [node.kind for node in graph.nodes] == ["fill", "host", "host"]
+    replay(graph, stream, 2)
+    assert seen == ["graft", "core"] * 2 and data.to_host().tolist() == [0x03030303] * 4
+    definition = GraphDefinition()
+    definition.memset(data.ptr, 7, 16)
+    replay(Graph.from_capture(device, definition, keep=data), stream)
+    assert data.to_host().tolist() == [0x07070707] * 4
