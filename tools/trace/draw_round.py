@@ -20,13 +20,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from graft.cudagraph.graph import svg
 from graft.cudagraph.graph.drawing import COLOURS, OTHER_COLOURS, dot
 from graft.cudagraph.graph.graph import Graph, Node
 from graft.models.engine.engine import Engine
 from graft.models.engine.selection import GraphKey
 from graft.tools.console import program
 from graft.tools.demo_model import demo_model
-from graft.tools.trace import svg
 
 #: Maximum number of characters of the text in a box.
 MAX_LABEL = 34

@@ -10,8 +10,8 @@ import math
 from pathlib import Path
 
 from graft.cudagraph.errors import OptionError
+from graft.cudagraph.graph import svg
 from graft.cudagraph.graph.drawing import COLOURS, OTHER_COLOURS
-from graft.tools.trace import svg
 from graft.tools.trace.record import Trace, TraceEvent, Wait
 
 #: Sizes of the picture in pixels.
