@@ -24,9 +24,10 @@ from graft.cudagraph.errors import (
     OptionError,
     ShapeError,
 )
-from graft.cudagraph.graph.conditional import Condition, condition, if_, if_else, while_
+from graft.cudagraph.graph.conditional import Condition, condition, if_, if_else, switch_, while_
 from graft.cudagraph.graph.graph import Graph, GraphBody, GraphExec, GraphLane
 from graft.cudagraph.graph.mailbox import MailboxWorker
+from graft.cudagraph.graph.nodes import Node
 from graft.cudagraph.host.hostwork import NativeWork, PythonWork, check_captured, hostfunc
 from graft.cudagraph.host.payload import Payload
 from graft.cudagraph.kernels.kernels import Kernel, KernelModule, load_image, load_text

@@ -46,7 +46,10 @@ class Mark(Protocol):
 
 
 class Lane(Protocol):
-    """Interface of an in-order sequence of device and host work."""
+    """Interface of an in-order sequence of device and host work.
+
+    The methods of a lane of a graph return the node that they have added.
+    """
 
     def kernel(
         self,
@@ -57,20 +60,20 @@ class Lane(Protocol):
         *,
         shared: int = 0,
         name: str | None = None,
-    ) -> None:
+    ) -> object:
         """Launch a kernel with `shared` bytes of dynamic shared memory."""
 
-    def copy(self, dst: Any, src: Any, *, name: str | None = None) -> None:
+    def copy(self, dst: Any, src: Any, *, name: str | None = None) -> object:
         """Copy between arrays of the same size in bytes, of which one is in device memory.
 
         The arrays are a DeviceArray, a PinnedArray, or an array of another library that has
         `__dlpack__`, `__cuda_array_interface__`, `__array_interface__` or the buffer protocol.
         """
 
-    def fill(self, dst: Any, byte: int = 0, *, name: str | None = None) -> None:
+    def fill(self, dst: Any, byte: int = 0, *, name: str | None = None) -> object:
         """Set every byte of an array to `byte`."""
 
-    def host(self, work: HostWork, *, name: str | None = None, spin: Spin = False) -> None:
+    def host(self, work: HostWork, *, name: str | None = None, spin: Spin = False) -> object:
         """Run host work; see :func:`~graft.cudagraph.host.hostwork.hostfunc` for `spin`."""
 
     def record(self, name: str | None = None) -> Mark:

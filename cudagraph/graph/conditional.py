@@ -1,4 +1,4 @@
-"""Conditional nodes: IF and WHILE nodes, whose bodies run depending on a condition.
+"""Conditional nodes: IF, WHILE and SWITCH nodes, whose bodies run depending on a condition.
 
 A condition is a 32-bit value on the device. A kernel sets it with
 ``cudaGraphSetConditional(handle, value)`` (``#include "conditional.cuh"``). The handle is a
@@ -34,6 +34,8 @@ from graft.native import _native
 LOG = logging.getLogger("graft")
 
 CONDITION_LIMIT = 1 << 32
+#: Maximum number of bodies of a SWITCH node, which guards against a value in place of the number.
+MAX_BODIES = 1 << 16
 _WAITING_KERNEL = Path(__file__).parents[1] / "kernels" / "waiting.cu"
 #: Whether the driver accepts programmatic edges in bodies; None if it is not known yet.
 _programmatic_bodies: bool | None = None
@@ -60,6 +62,7 @@ def condition(
     if default is not None and not 0 <= default < CONDITION_LIMIT:
         raise OptionError(f"the default of condition {name!r} must be 0 to 2**32 - 1: {default!r}")
     root = graph.root
+    root.check_editable(f"condition {name!r}")
     context = call(cu.cuCtxGetCurrent)
     flags = 0 if default is None else int(cu.CU_GRAPH_COND_ASSIGN_DEFAULT)
     with root.editing() as graph_handle:
@@ -91,12 +94,27 @@ def while_(lane: GraphLane, condition: Condition, *, name: str = "while") -> Gra
     return body
 
 
+def switch_(
+    lane: GraphLane, condition: Condition, count: int, *, name: str = "switch"
+) -> list[GraphBody]:
+    """Add a SWITCH node and return its `count` bodies. Requires CUDA 12.8.
+
+    The body runs whose index is the value of the condition. If the value is `count` or more, no
+    body runs.
+    """
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_BODIES:
+        raise OptionError(
+            f"switch {name!r} needs a number of bodies from 1 to {MAX_BODIES}, not {count!r}"
+        )
+    return _add_conditional(lane, "switch", condition, [f"{name}/{i}" for i in range(count)], name)
+
+
 def _add_conditional(
-    lane: GraphLane, kind: str, condition: Condition, body_names: list[str]
+    lane: GraphLane, kind: str, condition: Condition, body_names: list[str], name: str = ""
 ) -> list[GraphBody]:
     graph = lane.graph
     root = graph.root
-    name = body_names[0]
+    name = name or body_names[0]
     if not isinstance(condition, Condition):
         raise OptionError(f"{kind} {name!r} needs a condition made by condition()")
     if condition.graph_handle != root.handle:
@@ -115,12 +133,14 @@ def _add_conditional(
         body_handles.extend(handles)
         return node
 
-    graph.add(kind, name, lane.name, keep_owners(()), make)
+    node = graph.add(kind, name, lane.name, keep_owners(()), make)
     del root.unused_conditions[condition]
-    return [
+    bodies = [
         GraphBody(root, body_name, handle, programmatic=programmatic)
         for body_name, handle in zip(body_names, body_handles, strict=True)
     ]
+    graph.contents.inner[node.index] = [body.contents for body in bodies]
+    return bodies
 
 
 def _accepts_programmatic_bodies(context: Context) -> bool:

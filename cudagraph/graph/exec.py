@@ -199,8 +199,8 @@ class GraphExec:
     ) -> None:
         """Change the parameters of a kernel node for later launches; see :meth:`GraphLane.kernel`.
 
-        `node` is a node of the definition or its name. `within` is the conditional body that
-        contains the node; by default the definition itself.
+        `node` is the Node that a lane of the definition returned, or its name. If the node is given
+        by name and is in the body of a conditional, pass the body as `within`.
         """
         handle = self._find_kernel_node(node, within)
         dims = check_launch(kernel, grid, block, shared)

@@ -28,7 +28,7 @@ from graft.cudagraph.graph import drawing, foreign_graph, nodes
 from graft.cudagraph.graph.exec import GraphExec
 from graft.cudagraph.graph.mailbox import KERNELS as MAILBOX_KERNELS
 from graft.cudagraph.graph.mailbox import Limits, Mailbox, MailboxWorker
-from graft.cudagraph.graph.nodes import Node
+from graft.cudagraph.graph.nodes import Contents, Node
 from graft.cudagraph.host.hostwork import HostWork, Spin, as_work, resolve_spin
 from graft.cudagraph.host.payload import Payload
 from graft.cudagraph.kernels.kernels import Kernel, load
@@ -43,7 +43,7 @@ CHILD_MOVE_MIN_CUDA = 12090
 PROGRAMMATIC_MIN_CAPABILITY = 9
 PROGRAMMATIC_MIN_CUDA = 12030
 #: Kinds of nodes that the driver allows in the body of a conditional, at any depth.
-BODY_NODE_KINDS = frozenset({"kernel", "copy", "fill", "child", "if", "while"})
+BODY_NODE_KINDS = frozenset({"kernel", "copy", "fill", "child", "if", "while", "switch"})
 #: Kinds of the two nodes of a mailbox. With `GraphLane.spinkernel`, both are kernel nodes.
 _MAILBOX_NODE_KINDS = frozenset({"request", "wait"})
 #: Kinds of conditional nodes. The driver allows none in a child graph, at any depth.
@@ -100,6 +100,8 @@ class GraphBase(ABC):
         Whether edges between kernels may use programmatic dependent launch.
     child_graphs
         Graphs that were moved into this one, by the index of their child-graph node.
+    contents
+        Nodes, edges, and the contents of bodies and child graphs.
     """
 
     def __init__(
@@ -109,21 +111,19 @@ class GraphBase(ABC):
         self.name = name
         self.status = status
         self.state = state
-        self.nodes: list[Node] = []
-        self.edges: list[tuple[int, int]] = []
+        self.contents = Contents(name)
+        self.nodes = self.contents.nodes
+        self.edges = self.contents.edges
         self.programmatic = False
         self.child_graphs: dict[int, Graph] = {}
-        self._node_handles: list[Any] = []
-        # Indices of the nodes that the lane's next node depends on, by lane name. GraphLane does
-        # not store them: a graph that referred to its lanes would be part of a reference cycle and
-        # would not be freed as soon as it is dropped.
-        self._tails: dict[str, tuple[int, ...]] = {}
+        self._node_handles = self.contents.handles
+        # GraphLane does not store the tails: a graph that referred to its lanes would be part of a
+        # reference cycle and would not be freed as soon as it is dropped.
+        self._tails = self.contents.tails
         # Names of lanes whose next node depends on exactly one kernel of the lane, which has not
         # been marked, and on no mark of another lane. Only in these lanes can the next edge be
         # programmatic.
         self._kernel_tails: set[str] = set()
-        # Indices of the nodes at either end of a programmatic edge.
-        self._programmatic_nodes: set[int] = set()
         # Serializes edits of the definition. Never held while waiting for host work.
         self._lock = threading.RLock()
 
@@ -184,11 +184,12 @@ class GraphBase(ABC):
         return None
 
     def find(self, node: Node | str, action: str, kind: str) -> int:
-        """Return the CUgraphNode of a node, given as an entry of `nodes` or by name.
+        """Return the CUgraphNode of a node, given by name or as the Node that a lane returned.
 
-        OptionError is raised if the node does not exist, its name is ambiguous, it is not of
-        `kind`, or it has a programmatic edge. `action` is the part of the message that says what
-        the caller wanted to do, such as "change the".
+        A Node may be in a conditional body or child graph inside this graph; a name is searched in
+        `nodes` only. OptionError is raised if the node does not exist, its name is ambiguous, it is
+        not of `kind`, or it has a programmatic edge. `action` is the part of the message that says
+        what the caller wanted to do, such as "change the".
         """
         if isinstance(node, str):
             found = [n for n in self.nodes if n.name == node]
@@ -198,20 +199,23 @@ class GraphBase(ABC):
                     "Node object or the name of a single node"
                 )
             node = found[0]
-        if node.index >= len(self.nodes) or self.nodes[node.index] != node:
+        if not isinstance(node, Node):
+            raise OptionError(f"{node!r} is neither a Node nor the name of one")
+        contents = self.contents.owner_of(node)
+        if contents is None:
             raise OptionError(f"{node} is not a node of graph {self.name!r}")
         if node.kind != kind:
             raise OptionError(
                 f"cannot {action} {node.kind} node {node.name!r} of graph {self.name!r}: only "
                 f"{kind} nodes"
             )
-        if node.index in self._programmatic_nodes:
+        if node.index in contents.programmatic:
             raise OptionError(
                 f"cannot {action} node {node.name!r} of graph {self.name!r}: it has a "
                 "programmatic edge; create the graph without programmatic=True"
             )
         self._check_nodes_exist()
-        return int(self._node_handles[node.index])
+        return int(contents.handles[node.index])
 
     def _check_nodes_exist(self) -> None:
         """Raise OptionError if the driver has destroyed the nodes of this definition."""
@@ -225,14 +229,15 @@ class GraphBase(ABC):
         attach: Attach,
         make: Make,
         waits_for_previous: bool = False,
-    ) -> int:
-        """Add a node at the end of a lane and return its index.
+    ) -> Node:
+        """Add a node at the end of a lane and return it.
 
         `attach` retains the owners of the node's operands on the graph before `make` creates the
         driver node. They are released if the driver rejects the node. Set `waits_for_previous`
         for a kernel that calls ``wait_for_previous_kernel()``: only then can the edge from the
-        previous kernel be programmatic.
+        previous kernel be programmatic. OptionError is raised while the graph has an executable.
         """
+        self.check_editable(f"node {name!r}")
         self.check_node_kind(kind, name)
         with self.editing() as graph:
             prepare_driver_call("cuGraphAddNode")
@@ -255,32 +260,49 @@ class GraphBase(ABC):
                 raise
             index = len(self.nodes)
             self._node_handles.append(node)
-            self.nodes.append(Node(name, kind, lane, index))
+            added = Node(name, kind, lane, index)
+            self.nodes.append(added)
             self.edges.extend((i, index) for i in depends)
             self._tails[lane] = (index,)
             if programmatic:
-                self._programmatic_nodes.update((*depends, index))
+                self.contents.programmatic.update((*depends, index))
             if kind == "kernel":
                 self._kernel_tails.add(lane)
             else:
                 self._kernel_tails.discard(lane)
-            return index
+            return added
 
-    def add_pair(self, lane: str, first: NodeSpec, second: NodeSpec) -> None:
-        """Add two nodes at the end of a lane, or none if one of them is rejected."""
+    def check_editable(self, subject: str) -> None:
+        """Raise OptionError while the graph has an executable, which would not run a new node.
+
+        `subject` names what the caller wants to add.
+        """
+        root = self.root
+        if root.executable is not None:
+            raise OptionError(
+                f"{subject} cannot be added to graph {root.name!r}, because its executable would "
+                "not run it: add it before instantiate(), or close the executable and call "
+                "instantiate() again"
+            )
+
+    def add_pair(self, lane: str, first: NodeSpec, second: NodeSpec) -> Node:
+        """Add two nodes at the end of a lane, or none if one of them is rejected.
+
+        Return the second node.
+        """
         with self._lock:
             tail = self._tails[lane]
             self.add(first.kind, first.name, lane, first.attach, first.make)
             try:
-                self.add(second.kind, second.name, lane, second.attach, second.make)
+                return self.add(second.kind, second.name, lane, second.attach, second.make)
             except BaseException:
                 call(cu.cuGraphDestroyNode, self._node_handles.pop())
                 index = self.nodes.pop().index
-                self.edges = [edge for edge in self.edges if edge[1] != index]
+                self.edges[:] = [edge for edge in self.edges if edge[1] != index]
                 self._tails[lane] = tail
                 raise
 
-    def add_child(self, child: Graph, lane: str, name: str | None) -> None:
+    def add_child(self, child: Graph, lane: str, name: str | None) -> Node:
         """Move another graph into this one as a single node; see :meth:`GraphLane.child`."""
         if not isinstance(child, Graph):
             raise OptionError(f"{child!r} is not a Graph")
@@ -292,6 +314,7 @@ class GraphBase(ABC):
                     f"conditional node {node.name!r}, which CUDA does not allow in child graphs; "
                     "add the conditional to the parent"
                 )
+        self.check_editable(f"child graph {name!r}")
         self.check_node_kind("child", name, child)
         root = self.root
         reason = ""
@@ -309,7 +332,7 @@ class GraphBase(ABC):
             # Keep the child's status words (`status`, where kernels read the first failure) alive:
             # the child's kernels still read them. From now on, the native code also stores failures
             # of this graph in them.
-            index = self.add(
+            node = self.add(
                 "child",
                 name,
                 lane,
@@ -317,7 +340,9 @@ class GraphBase(ABC):
                 lambda graph, dependencies, _: nodes.move_child(graph, dependencies, child.handle),
             )
             child.moved_into(self, root)
-            self.child_graphs[index] = child
+            self.child_graphs[node.index] = child
+            self.contents.inner[node.index] = [child.contents]
+            return node
 
     def tail(self, lane: str) -> tuple[int, ...]:
         """Return the indices of the last nodes of a lane, for a mark (`GraphLane.record`).
@@ -335,9 +360,27 @@ class GraphBase(ABC):
             self._kernel_tails.discard(lane)
             self._tails[lane] = tuple(sorted({*self._tails[lane], *nodes}))
 
-    def dot(self) -> str:
-        """Return the graph in Graphviz's DOT language, with lanes as clusters."""
-        return drawing.dot(self.name, self.lanes, self.nodes, self.edges)
+    def dot(self, times: drawing.Times | None = None) -> str:
+        """Return the graph in Graphviz's DOT language, with lanes and bodies as clusters.
+
+        `times` has the same meaning as in :meth:`svg`.
+        """
+        return drawing.dot(self.contents, times)
+
+    def svg(self, times: drawing.Times | None = None, note: str = "") -> str:
+        """Return a picture of the graph as SVG, with the bodies of conditionals and child graphs.
+
+        Parameters
+        ----------
+        times
+            Seconds of each execution of a node, by node. The median and the number of executions
+            are written into the box of the node. ``Trace.times()`` of
+            :mod:`graft.tools.trace.record` returns the times that the soft device has recorded.
+        note
+            Line of text below the title, such as the description of the device on which the times
+            were measured.
+        """
+        return drawing.svg(self.contents, times, note)
 
     def __repr__(self) -> str:
         kind = type(self).__name__
@@ -559,7 +602,7 @@ class Graph(GraphBase):
             for name in self.unused_conditions.values():
                 raise OptionError(
                     f"condition {name!r} of graph {self.name!r} controls no conditional node; "
-                    "use it in if_(), if_else() or while_()"
+                    "use it in if_(), if_else(), while_() or switch_()"
                 )
             self.place_launch_counter()
             executable = GraphExec(self, priorities)
@@ -587,6 +630,16 @@ class Graph(GraphBase):
         with self._lock:
             self._resource = None
         _native.flush(1.0)
+
+    def __enter__(self) -> Graph:
+        """Return the graph. At the end of the ``with`` block, it is closed with its executable."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        executable = self.executable
+        if executable is not None:
+            executable.close()
+        self.close()
 
 
 def supports_programmatic_edges(context: Context) -> bool:
@@ -675,7 +728,10 @@ class GraphMark:
 
 
 class GraphLane:
-    """A lane that adds nodes to a graph. Created by :meth:`GraphBase.lane`."""
+    """A lane that adds nodes to a graph. Created by :meth:`GraphBase.lane`.
+
+    Methods that add nodes return the last :class:`Node` that they have added.
+    """
 
     def __init__(self, graph: GraphBase, name: str, urgent: bool = False) -> None:
         self.graph = graph
@@ -692,7 +748,7 @@ class GraphLane:
         shared: int = 0,
         name: str | None = None,
         priority: int | None = None,
-    ) -> None:
+    ) -> Node:
         """Add a kernel node. The argument values are copied during this call.
 
         Parameters
@@ -723,7 +779,7 @@ class GraphLane:
                 attached.programmatic,
             )
 
-        self.graph.add(
+        return self.graph.add(
             "kernel",
             name or kernel.name,
             self.name,
@@ -732,25 +788,25 @@ class GraphLane:
             kernel.waits_for_previous,
         )
 
-    def copy(self, dst: Any, src: Any, *, name: str | None = None) -> None:
+    def copy(self, dst: Any, src: Any, *, name: str | None = None) -> Node:
         """Add a node that copies between arrays of the same size in bytes; see :meth:`Lane.copy`.
 
         The graph keeps the arrays alive. If one of them is in pageable host memory, the driver may
         copy more slowly than with pinned memory.
         """
         to, source = check_copy(dst, src)
-        self._add(
+        return self._add(
             "copy",
             name or "copy",
             (to.owner, source.owner),
             lambda graph, dependencies, _: nodes.add_copy(graph, dependencies, to, source),
         )
 
-    def fill(self, dst: Any, byte: int = 0, *, name: str | None = None) -> None:
+    def fill(self, dst: Any, byte: int = 0, *, name: str | None = None) -> Node:
         """Add a node that sets every byte of an array to `byte`."""
         value = check_byte(byte)
         span = fill_span(dst)
-        self._add(
+        return self._add(
             "fill",
             name or "fill",
             (span.owner,),
@@ -759,7 +815,7 @@ class GraphLane:
             ),
         )
 
-    def child(self, child: Graph, *, name: str | None = None) -> None:
+    def child(self, child: Graph, *, name: str | None = None) -> Node:
         """Move another graph into this one as a single node.
 
         The child's host steps become host steps of this graph: they run in its replays, and a
@@ -767,7 +823,7 @@ class GraphLane:
         executable, and can no longer be edited or instantiated. Requires a driver and
         ``cuda.bindings`` of CUDA 12.9 or later.
         """
-        self.graph.add_child(child, self.name, name)
+        return self.graph.add_child(child, self.name, name)
 
     def host(
         self,
@@ -776,7 +832,7 @@ class GraphLane:
         name: str | None = None,
         spin: Spin = False,
         payload: Payload | None = None,
-    ) -> None:
+    ) -> Node:
         """Add a host node that runs a callable, PythonWork or NativeWork.
 
         Python work receives the value of `payload`, a payload of this graph, as its first argument;
@@ -791,7 +847,7 @@ class GraphLane:
         title = name or item.title
         native_payload = None if payload is None else payload.native
         owners = (graph.status.owner, item.keep)
-        graph.add(
+        return graph.add(
             "host",
             title,
             self.name,
@@ -812,7 +868,7 @@ class GraphLane:
         replay_deadline_s: float | None = None,
         output: PinnedArray | None = None,
         name: str | None = None,
-    ) -> None:
+    ) -> Node:
         """Add host work that a worker thread runs.
 
         Two nodes are added: one posts a request to the worker thread, the other waits for the
@@ -840,7 +896,7 @@ class GraphLane:
             Node name. Default: the name of the work.
         """
         limits = Limits(deadline_s, replay_deadline_s)
-        self._add_mailbox(work, worker, limits, output, name, spinkernel=False)
+        return self._add_mailbox(work, worker, limits, output, name, spinkernel=False)
 
     def spinkernel(
         self,
@@ -852,7 +908,7 @@ class GraphLane:
         device_deadline_s: float | None = None,
         output: PinnedArray | None = None,
         name: str | None = None,
-    ) -> None:
+    ) -> Node:
         """Add host work like :meth:`mailbox`, but wait for the answer in a one-thread kernel.
 
         The kernel spins and occupies the place of a thread block on a multiprocessor. It ends after
@@ -861,7 +917,7 @@ class GraphLane:
         no host thread runs any more. The other parameters are the same as for :meth:`mailbox`.
         """
         limits = Limits(deadline_s, replay_deadline_s, device_deadline_s)
-        self._add_mailbox(work, worker, limits, output, name, spinkernel=True)
+        return self._add_mailbox(work, worker, limits, output, name, spinkernel=True)
 
     def count_completed(self) -> None:
         """Count the completed launches of the graph in ``Graph.completed``.
@@ -872,6 +928,7 @@ class GraphLane:
         """
         root = self.graph.root
         if root.completed is None:
+            root.check_editable("the count of completed launches")
             root.completed = PinnedArray(root.context, (1,), "uint32")
 
     def _add_mailbox(
@@ -883,7 +940,7 @@ class GraphLane:
         name: str | None,
         *,
         spinkernel: bool,
-    ) -> None:
+    ) -> Node:
         graph = self.graph
         completed = None
         if isinstance(graph, GraphBody):
@@ -902,7 +959,7 @@ class GraphLane:
         )
         title = name or box.item.title
         owners = (graph.status.owner, *box.owners)
-        graph.add_pair(
+        return graph.add_pair(
             self.name,
             NodeSpec(
                 "request",
@@ -913,21 +970,21 @@ class GraphLane:
             NodeSpec("wait", f"answer: {title}", keep_owners(owners), box.add_wait),
         )
 
-    def record_event(self, event: Event, *, name: str | None = None) -> None:
+    def record_event(self, event: Event, *, name: str | None = None) -> Node:
         """Add a node that records an event in every replay, for waits outside this graph."""
-        self._add_event("event record", event, cu.cuGraphAddEventRecordNode, name)
+        return self._add_event("event record", event, cu.cuGraphAddEventRecordNode, name)
 
-    def wait_event(self, event: Event, *, name: str | None = None) -> None:
+    def wait_event(self, event: Event, *, name: str | None = None) -> Node:
         """Add a node that waits for the event record that was last enqueued before the replay."""
-        self._add_event("event wait", event, cu.cuGraphAddEventWaitNode, name)
+        return self._add_event("event wait", event, cu.cuGraphAddEventWaitNode, name)
 
     def _add_event(
         self, kind: str, event: Event, add_node: Callable[..., tuple], name: str | None
-    ) -> None:
+    ) -> Node:
         if not isinstance(event, Event):
             raise OptionError(f"lane {self.name!r} needs an Event, not {type(event).__name__}")
         handle = event.handle
-        self._add(
+        return self._add(
             kind,
             name or event.name,
             (event.owner,),
@@ -952,8 +1009,8 @@ class GraphLane:
             )
         self.graph.add_dependencies(self.name, mark.nodes)
 
-    def _add(self, kind: str, name: str, owners: tuple[object, ...], make: Make) -> None:
-        self.graph.add(kind, name, self.name, keep_owners(owners), make)
+    def _add(self, kind: str, name: str, owners: tuple[object, ...], make: Make) -> Node:
+        return self.graph.add(kind, name, self.name, keep_owners(owners), make)
 
     def __repr__(self) -> str:
         return f"<GraphLane {self.name!r} of {self.graph!r}>"

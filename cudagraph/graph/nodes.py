@@ -7,7 +7,8 @@ returned. The driver copies them during the call.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from graft.cudagraph.driver.driver import call, cu
@@ -15,17 +16,66 @@ from graft.cudagraph.driver.memory import Span
 from graft.cudagraph.kernels.kernels import PackedArgs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Node:
-    """One node of a graph, at position `index` in ``Graph.nodes``.
+    """One node of a graph or of a conditional body, at position `index` in its `nodes`.
 
-    `kind` is "kernel", "copy", "fill", "host", "child", "if" or another kind of node.
+    `kind` is "kernel", "copy", "fill", "host", "child", "if" or another kind of node. Nodes are
+    compared by identity.
     """
 
     name: str
     kind: str
     lane: str
     index: int
+
+
+@dataclass
+class Contents:
+    """Nodes of a graph or body. Graphs refer to the contents of their bodies, not to the bodies.
+
+    A body refers to its graph. If the graph referred to the body as well, it would be part of a
+    reference cycle and would not be freed as soon as it is dropped.
+
+    Attributes
+    ----------
+    nodes
+        Nodes in the order in which they were added.
+    edges
+        Pairs of node indices. The second node of a pair depends on the first one.
+    handles
+        CUgraphNodes by node index.
+    tails
+        Indices of the nodes that the lane's next node depends on, by lane name.
+    programmatic
+        Indices of the nodes at either end of a programmatic edge.
+    inner
+        Contents of the bodies of a conditional node, or of the graph of a child-graph node, by node
+        index.
+    """
+
+    name: str
+    nodes: list[Node] = field(default_factory=list)
+    edges: list[tuple[int, int]] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)
+    tails: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    programmatic: set[int] = field(default_factory=set)
+    inner: dict[int, list[Contents]] = field(default_factory=dict)
+
+    def owner_of(self, node: Node) -> Contents | None:
+        """Return the contents, this or inner ones at any depth, that have a node; None if none."""
+        if node.index < len(self.nodes) and self.nodes[node.index] is node:
+            return self
+        for contents in self.all_inner():
+            found = contents.owner_of(node)
+            if found is not None:
+                return found
+        return None
+
+    def all_inner(self) -> Iterator[Contents]:
+        """Iterate over the contents of the bodies and child graphs directly inside."""
+        for contents in self.inner.values():
+            yield from contents
 
 
 class KernelLaunch(NamedTuple):
@@ -154,10 +204,10 @@ def add_event(function: Any, graph: int, dependencies: list[Any], event: int) ->
 def add_conditional(
     graph: int, dependencies: list[Any], condition: int, kind: str, bodies: int
 ) -> tuple[Any, list[int]]:
-    """Add an "if" or "while" node to a CUgraph; return the node and the CUgraphs of its bodies.
+    """Add a conditional node to a CUgraph; return the node and the CUgraphs of its bodies.
 
-    The dependencies are CUgraphNodes, `condition` is the handle of the condition, and `bodies` is
-    the number of bodies.
+    `kind` is "if", "while" or "switch". The dependencies are CUgraphNodes, `condition` is the
+    handle of the condition, and `bodies` is the number of bodies.
     """
     params = cu.CUgraphNodeParams()
     params.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL

@@ -17,7 +17,7 @@ from graft.models.request import Request
 from graft.tools import cli
 from graft.tools.demo_model import demo_model
 from graft.tools.trace import draw_round
-from graft.tools.trace.record import Span, Trace, TraceEvent, exposed_waits, record, split_launches
+from graft.tools.trace.record import Trace, TraceEvent, exposed_waits, record
 from graft.tools.trace.rounds import clock_offset, trace_rounds
 from graft.tools.trace.timeline import draw
 
@@ -152,24 +152,6 @@ def test_trace_rounds_report_waits_for_mask_rows(soft):
     assert {wait.cause for wait in waits} <= {"commit, fill row 0"}
 
 
-def test_split_launches_keeps_late_spans_of_shared_nodes():
-    """A second span of a root node belongs to the same launch until a successor has run."""
-    spans = []
-    for node, worker, begin_ns, end_ns in (
-        (0, 0, 0, 10),
-        (0, 1, 11, 12),
-        (1, 0, 13, 20),
-        (1, 1, 21, 28),
-        (0, 0, 30, 40),
-        (1, 0, 41, 50),
-    ):
-        spans.append((node, Span(1, 1, worker, 1, begin_ns, end_ns)))
-    launches = split_launches(spans, [(0, 1)])
-    assert [len(launch) for launch in launches] == [4, 2]
-    launches_without_edges = split_launches(spans[:2], [])
-    assert [len(launch) for launch in launches_without_edges] == [1, 1]
-
-
 def test_trace_to_chrome_has_one_event_per_node_and_wait(trace):
     rows = json.loads(trace.to_chrome())["traceEvents"]
     complete = [row for row in rows if row["ph"] == "X"]
@@ -274,14 +256,15 @@ def test_draw_round_fold_keeps_edges_between_lanes(device):
     model.wait(done)
     for name in ("d", "e", "f"):
         model.fill(array, name=name)
-    runs, edges = draw_round.fold(graph)
-    assert [(run.name, run.lane) for run in runs] == [
+    folded = draw_round.fold(graph)
+    assert [(run.name, run.lane) for run in folded.nodes] == [
         ("a … b (2)", "model"),
         ("work", "grammar"),
         ("c", "model"),
         ("d … f (3)", "model"),
     ]
-    assert edges == [(0, 1), (0, 2), (1, 3), (2, 3)]
+    assert folded.edges == [(0, 1), (0, 2), (1, 3), (2, 3)]
+    assert folded.tails.keys() == {"model", "grammar"}
     graph.close()
 
 

@@ -12,19 +12,20 @@ import ctypes
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from graft.cudagraph.device import Device
 from graft.cudagraph.driver.chooser import soft_library
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph.graph import Graph, GraphExec
+from graft.cudagraph.graph.nodes import Contents, Node
 
 #: Kinds of nodes that run or await host steps.
 HOST_KINDS = ("host", "request", "wait")
-#: Default number of spans that a recording can hold. A span has 40 bytes.
+#: Default number of spans that a recording can hold. A span has 56 bytes.
 CAPACITY = 1 << 20
 
 
@@ -41,6 +42,8 @@ class Span(ctypes.Structure):
         ("kind", ctypes.c_uint32),
         ("begin_ns", ctypes.c_uint64),
         ("end_ns", ctypes.c_uint64),
+        ("launch", ctypes.c_uint64),
+        ("run", ctypes.c_uint64),
     )
 
 
@@ -48,7 +51,9 @@ class Span(ctypes.Structure):
 class TraceEvent:
     """One execution of a graph node or of a part of a round.
 
-    The times are ``time.monotonic_ns`` values.
+    The times are ``time.monotonic_ns`` values. A node in the body of a conditional has one event
+    per execution of the body, and its lane is named "<body>/<lane>". The event of the conditional
+    node contains them.
     """
 
     name: str
@@ -58,6 +63,7 @@ class TraceEvent:
     replay: int  #: number of the replay of the graph; the first one is 1
     start_ns: int
     end_ns: int
+    node: Node | None = None  #: the node; None for a part of a round
 
 
 @dataclass(frozen=True)
@@ -115,32 +121,43 @@ class Trace:
                 selected.waits.append(wait)
         return selected
 
+    def times(self) -> dict[Node, list[float]]:
+        """Return the seconds of each execution of each node, for ``Graph.svg`` and ``Graph.dot``.
+
+        Nodes in the bodies of conditionals are included, with one time per execution of the body.
+        """
+        seconds: dict[Node, list[float]] = defaultdict(list)
+        for event in self.events:
+            if event.node is not None:
+                seconds[event.node].append((event.end_ns - event.start_ns) * 1e-9)
+        return dict(seconds)
+
     def add_graph(self, graph: Graph, spans: Sequence[Span]) -> None:
         """Add the replays of one executable of `graph`, given its spans sorted by start time."""
-        handles = {span.node for span in spans}
-        index_by_handle = {handle: graph.node_index(handle) for handle in handles}
-        known = []
+        last_replay = max((e.replay for e in self.events if e.graph == graph.name), default=0)
+        places = dict(_places(graph.contents))
+        launches: dict[int, list[Span]] = defaultdict(list)
         for span in spans:
-            i = index_by_handle[span.node]
-            if i is not None:
-                known.append((i, span))
-        replays = [event.replay for event in self.events if event.graph == graph.name]
-        last_replay = max(replays, default=0)
-        launches = split_launches(known, graph.edges)
-        for replay, launch in enumerate(launches, last_replay + 1):
-            spans_by_node: dict[int, list[Span]] = defaultdict(list)
-            for i, span in launch:
-                spans_by_node[i].append(span)
-            events = {}
-            for i, shares in spans_by_node.items():
-                node = graph.nodes[i]
-                start_ns = min(span.begin_ns for span in shares)
-                end_ns = max(span.end_ns for span in shares)
-                events[i] = TraceEvent(
-                    node.name, node.kind, node.lane, graph.name, replay, start_ns, end_ns
-                )
+            if span.node in places:
+                launches[span.launch].append(span)
+        for replay, launch in enumerate(sorted(launches), last_replay + 1):
+            outer: dict[int, list[Span]] = defaultdict(list)
+            inner: dict[tuple[int, int], list[Span]] = defaultdict(list)
+            for span in launches[launch]:
+                place = places[span.node]
+                outer[place.outermost].append(span)
+                if place.body:
+                    inner[span.node, span.run].append(span)
+            events = {
+                i: _event(graph.nodes[i], graph.nodes[i].lane, graph.name, replay, shares)
+                for i, shares in outer.items()
+            }
             self.events.extend(events.values())
             self.waits.extend(exposed_waits(events, graph.edges))
+            for (handle, _), shares in inner.items():
+                node, body, _ = places[handle]
+                lane = f"{body}/{node.lane}"
+                self.events.append(_event(node, lane, graph.name, replay, shares))
 
     def summary(self) -> dict[str, Any]:
         """Return how long each lane was busy, and how long lanes waited for each host step.
@@ -202,6 +219,35 @@ class Trace:
         )
 
 
+class _Place(NamedTuple):
+    """Where a node is: in the body or child graph named `body`, "" for the graph itself.
+
+    `outermost` is the index of the node of the graph that is or contains the node.
+    """
+
+    node: Node
+    body: str
+    outermost: int
+
+
+def _places(
+    contents: Contents, body: str = "", outermost: int | None = None
+) -> Iterator[tuple[int, _Place]]:
+    """Iterate over the CUgraphNodes of a graph, at any depth, and their places."""
+    for node, handle in zip(contents.nodes, contents.handles, strict=True):
+        index = node.index if outermost is None else outermost
+        yield int(handle), _Place(node, body, index)
+        for inner in contents.inner.get(node.index, ()):
+            yield from _places(inner, inner.name, index)
+
+
+def _event(node: Node, lane: str, graph: str, replay: int, shares: Sequence[Span]) -> TraceEvent:
+    """Return the event of a node, of which several workers may have executed a share."""
+    start_ns = min(span.begin_ns for span in shares)
+    end_ns = max(span.end_ns for span in shares)
+    return TraceEvent(node.name, node.kind, lane, graph, replay, start_ns, end_ns, node)
+
+
 def _complete_event(
     name: str, category: str, track: int, timed: TraceEvent | Wait, origin: int
 ) -> dict[str, Any]:
@@ -252,44 +298,6 @@ def record(
     for executable, graph in watched.items():
         trace.add_graph(graph, [span for span in by_begin if span.exec == executable.handle])
     trace.sort()
-
-
-def split_launches(
-    spans: Sequence[tuple[int, Span]], edges: Iterable[tuple[int, int]]
-) -> list[list[tuple[int, Span]]]:
-    """Split the spans of one executable into launches.
-
-    `spans` has pairs of node index and span, sorted by start time. `edges` are the graph's edges.
-
-    Launches of an executable run one after another, and each launch runs every node once. Several
-    worker threads of the device can share the work of a node, so one launch may record several
-    spans of a node, and some of them may begin late. A repeated node therefore does not always
-    begin a new launch. It does so only if the node has no predecessors, and a successor of the node
-    has already begun in the current launch. A repeated node without predecessors and successors
-    begins a new launch if all earlier spans of the current launch have ended.
-    """
-    successors: dict[int, set[int]] = defaultdict(set)
-    with_predecessors = set()
-    for start, end in edges:
-        successors[start].add(end)
-        with_predecessors.add(end)
-    launches: list[list[tuple[int, Span]]] = []
-    seen: set[int] = set()
-    last_end_ns = 0
-    for node, span in spans:
-        if successors[node]:
-            node_is_done = bool(successors[node] & seen)
-        else:
-            node_is_done = span.begin_ns >= last_end_ns
-        is_root_again = node in seen and node not in with_predecessors
-        if not launches or (is_root_again and node_is_done):
-            launches.append([])
-            seen = set()
-            last_end_ns = 0
-        launches[-1].append((node, span))
-        seen.add(node)
-        last_end_ns = max(last_end_ns, span.end_ns)
-    return launches
 
 
 def exposed_waits(events: Mapping[int, TraceEvent], edges: Sequence[tuple[int, int]]) -> list[Wait]:

@@ -255,6 +255,8 @@ namespace {
 // complete, finish() continues with `op`, the graph launch or the conditional node.
 void begin_program(Program& program, Op* op, std::vector<Op*>* ready) {
   program.launch = op;
+  ++program.runs;
+  program.launch_number = op->program != nullptr ? op->program->launch_number : program.runs;
   program.remaining.store(static_cast<int>(program.nodes.size()), std::memory_order_relaxed);
   for (auto& node : program.nodes) node->pending.store(node->indegree, std::memory_order_relaxed);
   for (unsigned root : program.roots) ready->push_back(program.nodes[root].get());

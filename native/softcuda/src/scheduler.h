@@ -229,6 +229,10 @@ struct Program {
   // The operation that launched this program, while the launch runs: a stream operation, or for a
   // conditional body the conditional node.
   Op* launch = nullptr;
+  // How often the program was begun, and for a conditional body the number of the launch that runs
+  // it: the value of `runs` of the executable graph's program. Recorded by traces.
+  uint64_t runs = 0;
+  uint64_t launch_number = 0;
   // The conditional handles with a default value: the cell that holds the condition's value, and
   // the default. When a launch begins, the defaults are stored in the cells (INVARIANTS.md N3).
   std::vector<std::pair<unsigned*, unsigned>> defaults;

@@ -1,6 +1,9 @@
 // The trace buffer and its exported functions (INVARIANTS.md T1 to T3).
 #include "trace.h"
 
+#include <map>
+
+#include "conditionals.h"
 #include "graphs.h"
 
 namespace softcuda {
@@ -13,7 +16,7 @@ struct Span {
   const Program* program;
   unsigned node, worker;
   WorkKind kind;
-  uint64_t begin_ns, end_ns;
+  uint64_t begin_ns, end_ns, launch, run;
 };
 
 struct Buffer {
@@ -31,6 +34,8 @@ void TraceSpan::begin(const Op* op) {
   kind_ = op->work.kind;
   if (program_ != nullptr) {
     while (node_ < program_->nodes.size() && program_->nodes[node_].get() != op) ++node_;
+    launch_ = program_->launch_number;
+    run_ = program_->runs;
   }
   begin_ns_ = now_ns();
 }
@@ -43,9 +48,31 @@ void TraceSpan::record(unsigned worker) {
     ++g_buffer.lost;
     return;
   }
-  g_buffer.spans.push_back(Span{program_, node_, worker, kind_, begin_ns_, end_ns});
+  g_buffer.spans.push_back(Span{program_, node_, worker, kind_, begin_ns_, end_ns, launch_, run_});
 }
 
+namespace {
+
+// The executable graph that a program belongs to, and the nodes from which it was made.
+struct Origin {
+  void* exec;
+  const std::vector<FlatNode>* flat;
+};
+using Origins = std::map<const Program*, Origin>;
+
+// Adds a program and the programs of the conditional bodies inside it.
+void add_origins(const Program& program, const Origin& origin, Origins* out) {
+  out->emplace(&program, origin);
+  for (size_t i = 0; i < origin.flat->size(); ++i) {
+    const auto& bodies = (*origin.flat)[i].bodies;
+    for (size_t b = 0; b < bodies.size(); ++b) {
+      const Program& body = *program.nodes[i]->work.conditional->bodies[b];
+      add_origins(body, Origin{origin.exec, &bodies[b]}, out);
+    }
+  }
+}
+
+}  // namespace
 }  // namespace softcuda
 
 using namespace softcuda;
@@ -55,7 +82,8 @@ struct softcuda_span {
   // The CUgraphExec; 0 for a stream operation, or if the executable graph may have been changed
   // since then: an update, and some changes of a node, give it a new `Program`.
   uint64_t exec;
-  // The CUgraphNode of the definition; 0 if `exec` is 0.
+  // The CUgraphNode of the definition, which may be in a conditional body or a child graph; 0 if
+  // `exec` is 0.
   uint64_t node;
   // Index of the worker; 0xffffffff for the host-function thread.
   uint32_t worker;
@@ -63,6 +91,9 @@ struct softcuda_span {
   uint32_t kind;
   // Start and end in nanoseconds of CLOCK_MONOTONIC, which %globaltimer returns on this device.
   uint64_t begin_ns, end_ns;
+  // Number of the launch of the executable graph, and number of the run of the graph or conditional
+  // body that contains the node. Both count from 1; 0 for a stream operation.
+  uint64_t launch, run;
 };
 }
 
@@ -83,17 +114,22 @@ SC_EXPORT void softcuda_trace(size_t capacity) {
 SC_EXPORT size_t softcuda_trace_read(softcuda_span* out, size_t n) {
   const std::vector<std::shared_ptr<Exec>> execs = graph_execs.all();
   std::lock_guard<std::mutex> graphs_lock(graph_mutex);
+  Origins origins;
+  for (auto& exec : execs) {
+    add_origins(*exec->program, Origin{exec->handle, &exec->flat}, &origins);
+  }
   std::lock_guard<std::mutex> lock(g_buffer.mutex);
   for (size_t i = 0; i < g_buffer.spans.size() && i < n; ++i) {
     const Span& span = g_buffer.spans[i];
     out[i] = softcuda_span{
-        0, 0, span.worker, static_cast<uint32_t>(span.kind), span.begin_ns, span.end_ns};
-    for (auto& exec : execs) {
-      if (span.program == nullptr || exec->program.get() != span.program) continue;
-      out[i].exec = reinterpret_cast<uint64_t>(exec->handle);
-      if (span.node < exec->flat.size()) {
-        out[i].node = reinterpret_cast<uint64_t>(exec->flat[span.node].source);
-      }
+        0,           0,           span.worker, static_cast<uint32_t>(span.kind), span.begin_ns,
+        span.end_ns, span.launch, span.run};
+    const auto found = origins.find(span.program);
+    if (found == origins.end()) continue;
+    const Origin& origin = found->second;
+    out[i].exec = reinterpret_cast<uint64_t>(origin.exec);
+    if (span.node < origin.flat->size()) {
+      out[i].node = reinterpret_cast<uint64_t>((*origin.flat)[span.node].source);
     }
   }
   return g_buffer.spans.size();

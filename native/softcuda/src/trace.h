@@ -26,6 +26,7 @@ class TraceSpan {
   void record(unsigned worker);
   const Program* program_ = nullptr;
   unsigned node_ = 0;
+  uint64_t launch_ = 0, run_ = 0;
   WorkKind kind_ = WorkKind::none;
   uint64_t begin_ns_ = 0;
 };
