@@ -63,8 +63,8 @@ class DraftVerifier:
         "per_token"
             As "rejection", but each draft is tested separately.
         "coupled"
-            The target samples its tokens with random numbers that depend only on seed and position.
-            A draft is accepted if it equals this token.
+            The target samples a token at each position, with random numbers that depend only on
+            seed and position. A draft is accepted if it equals the token at its position.
     temperature, top_k, top_p, min_p
         Sampling parameters, as in `SamplingParams`. Mode "greedy" does not use them.
 

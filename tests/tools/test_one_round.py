@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graft.cudagraph import HostWorkError
+from graft.cudagraph import Graph, HostWorkError
 from graft.grammar import GrammarSpec
 from graft.models import Engine, Request
 from graft.tools.demo_model import demo_model
@@ -49,6 +49,46 @@ def test_hand_built_round_gives_same_tokens_with_wrong_drafts(device, monkeypatc
     results = one_round.generate()
     assert [tokens_of(rounds) for rounds in results] == expected
     assert all(accepted == 0 for rounds in results for accepted, _ in rounds)
+
+
+def test_lanes_of_hand_built_round_wait_only_where_the_file_says(device, monkeypatch):
+    graphs = []
+
+    def make_graph(*args):
+        graphs.append(Graph(*args))
+        return graphs[-1]
+
+    monkeypatch.setattr(one_round, "Graph", make_graph)
+    one_round.generate()
+    [graph] = graphs
+    earlier = {node.index: set() for node in graph.nodes}  # nodes that run before each node
+    for before, after in sorted(graph.edges, key=lambda edge: edge[1]):
+        earlier[after] |= {before, *earlier[before]}
+
+    def node(name):
+        [index] = [node.index for node in graph.nodes if node.name == name]
+        return index
+
+    def runs_before(first, second):
+        return node(first) in earlier[node(second)]
+
+    last = f"open: row {one_round.K}"
+    assert earlier[node(last)] == set()
+    assert runs_before("begin", "verify") and runs_before(last, "verify")
+    assert runs_before("verify", "commit: row 0") and runs_before("verify", "fc")
+    assert not runs_before("commit: row 0", "fc") and not runs_before("fc", "commit: row 0")
+    assert runs_before("commit: row 0", "draft 1") and runs_before("fc", "draft 1")
+    for j in range(1, one_round.K):
+        step = f"draft {j}: row {j}"
+        assert runs_before(f"draft {j}", step) and runs_before(step, f"draft {j + 1}")
+        concurrent = [
+            other
+            for other in graph.nodes
+            if other.lane == "model"
+            and node(step) not in earlier[other.index]
+            and other.index not in earlier[node(step)]
+        ]
+        assert len(concurrent) > 5  # the pass of the head
 
 
 @pytest.mark.parametrize("skipped", [1, one_round.K])
