@@ -7,7 +7,7 @@ must end lies inside a round. The oracles are the texts of the scripted model an
 from __future__ import annotations
 
 import pytest
-from conformance_util import GUIDED, TEXTS, ask, is_person, tokens_of
+from conformance_util import GUIDED, TEXTS, ask, is_person, one_by_one, results, tokens_of
 from public_issues import issue
 
 
@@ -102,17 +102,37 @@ def test_min_tokens_counts_tokens(drafting, plain):
     "vLLM",
     11484,
     "XGrammar fails under speculative decoding.",
-    "With every limit from 1 token to the whole JSON, an output is complete JSON, or ends exactly "
-    "at the limit and is a prefix.",
+    "With every limit from 1 token to the whole JSON, the output ends exactly at the limit.",
 )
 def test_max_tokens_inside_a_round_with_a_grammar(drafting):
     full = drafting.generate([ask("emoji", grammar=GUIDED)])[0]
     assert full.text == TEXTS["emoji"]
     limits = range(1, len(full.tokens) + 2)
-    requests = [ask("emoji", grammar=GUIDED, max_tokens=limit) for limit in limits]
+    requests = [ask("emoji", grammar=GUIDED, max_tokens=limit, closing="off") for limit in limits]
     for limit, output in zip(limits, drafting.generate(requests), strict=True):
-        if output.reason == "length":
-            assert output.tokens == full.tokens[:limit] and full.text.startswith(output.text)
+        assert output.tokens == full.tokens[:limit]
+        assert output.reason == ("length" if limit < len(full.tokens) else "stop")
+        assert full.text.startswith(output.text)
+
+
+@issue(
+    "vLLM",
+    8350,
+    "Guided JSON is cut in the middle of a value when `max_tokens` is reached.",
+    "If the tokens suffice for any complete output, the output is complete; otherwise the request "
+    "is refused.",
+)
+def test_guided_output_is_complete_within_max_tokens(drafting, plain):
+    names = ("long", "emoji", "goes-on", "spaces")
+    requests = [
+        ask(name, grammar=GUIDED, max_tokens=limit) for name in names for limit in range(1, 34, 2)
+    ]
+    outputs = drafting.generate(requests)
+    assert results(outputs) == one_by_one(plain, requests)
+    for request, output in zip(requests, outputs, strict=True):
+        if output.reason == "refused":
+            assert output.error_param == "max_tokens" and request.max_tokens < 25
         else:
             assert output.reason == "stop" and is_person(output.text)
-            assert len(output.tokens) <= limit
+            assert len(output.tokens) <= request.max_tokens
+    assert sum(output.reason == "stop" for output in outputs) > 20

@@ -146,7 +146,7 @@ def test_drafts_after_a_stop_id(plain, engine_of, caplog):
     engine = engine_of(UserDrafter.of(propose, deadline_s=20), draft_length=7)
     with caplog.at_level(logging.INFO, "graft"):
         outputs = engine.generate([ask("person", grammar=GUIDED) for _ in range(4)])
-    assert [output.tokens for output in outputs] == [text] * 4
+    assert [(output.reason, output.tokens) for output in outputs] == [("stop", text)] * 4
     assert not caplog.messages
     assert sum(engine.stats.accepted) > 40
 
