@@ -80,6 +80,12 @@ def test_engine_tokens_on_ptx_equal_host_tokens(options):
     assert found == host and len(tokens) == 9 and all(tokens)
 
 
+def test_hand_built_round_on_ptx_prints_same_tokens():
+    module = "graft.tools.examples.one_round"
+    host, found = (output_of(code, "-m", module) for code in ("host", "ptx"))
+    assert found == host and "3 of 3 drafts accepted" in host
+
+
 def test_demo_answers_on_ptx_equal_host_answers():
     host, found = (output_of(code, "-m", "graft.tools.cli", "demo") for code in ("host", "ptx"))
     answers = [text.split("launches  rounds")[0] for text in (host, found)]
