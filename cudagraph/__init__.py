@@ -60,6 +60,7 @@ __all__ = [
     "load_text",
     "MailboxWorker",
     "NativeWork",
+    "Node",
     "open_device",
     "OptionError",
     "Payload",
@@ -71,5 +72,6 @@ __all__ = [
     "ShapeError",
     "Stream",
     "StreamLane",
+    "switch_",
     "while_",
 ]
