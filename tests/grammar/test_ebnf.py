@@ -16,6 +16,7 @@ from guide_util import BYTES, accepts
 from graft.grammar import GrammarError, GrammarSpec, LLGuidanceBackend
 from graft.grammar.backends import llguidance_ebnf
 from graft.grammar.backends.llguidance_ebnf import lark_grammar
+from graft.grammar.regular.ebnf import parse_ebnf
 
 ALPHABET = "abc"
 #: Expressions as (operation, *operands); rules by name.
@@ -234,7 +235,7 @@ def test_ebnf_options_without_finite_text_are_never_begun(backend, rest):
 )
 def test_ebnf_translation_counts_few_connections(backend, string):
     """On average, a position has at most four successors; the time grows with their number."""
-    node = llguidance_ebnf._Parser(f"root ::= {string}").parse()["root"]
+    node = parse_ebnf(f"root ::= {string}", "root")["root"]
     positions = llguidance_ebnf._Positions.of(node)
     connections = sum(map(len, positions.following))
     assert connections <= 4 * len(positions.following)
