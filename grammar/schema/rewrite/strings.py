@@ -134,13 +134,13 @@ def _character(pattern: str, at: int) -> str:
 def _without_nul(characters: str) -> str:
     """Return a character class, without U+0000 if LLGuidance would enforce the class incorrectly.
 
-    If a class contains all characters from U+0000 to U+001F, LLGuidance 1.9 allows every JSON
-    escape sequence. It thus allows an escaped quote and an escaped backslash even if the class
-    excludes these characters.
+    If a class contains all characters from U+0000 to U+001F, or all of them except the line feed,
+    LLGuidance 1.9 allows every JSON escape sequence of these characters. It thus allows an escaped
+    quote and an escaped backslash even if the class excludes these characters.
     """
     with contextlib.suppress(re.error):
         matches = re.compile(characters).fullmatch
-        if not all(matches(chr(code)) for code in range(0x20)):
+        if not all(matches(chr(code)) for code in range(0x20) if code != 0x0A):
             return characters
         if matches('"') and matches("\\"):
             return characters
@@ -220,7 +220,7 @@ def literals(pattern: str) -> list[str] | None:
     if not anchored or has_alternatives(body):
         return None
     try:
-        return words(lower_regex(body), _MAX_WORDS)
+        return words(lower_regex(body, classes={}), _MAX_WORDS)
     except (NotRegular, RecursionError):
         return None
 
