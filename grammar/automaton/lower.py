@@ -1,28 +1,35 @@
-"""Lowering of grammars to finite automata, which run instead of LLGuidance's matchers."""
+"""Lowering of grammars to automata with a stack, which run instead of LLGuidance's matchers."""
 
 from __future__ import annotations
 
-from graft.grammar.automaton.schema import lower_schema
+from collections.abc import Sequence
+from typing import Any
+
+from graft.grammar.automaton.ebnf import lower_ebnf
+from graft.grammar.automaton.schema import Rule, Rules, SchemaLowering
 from graft.grammar.regular.expression import (
-    EMPTY,
-    MAX_EXPRESSION,
     Expression,
+    characters,
     concat,
+    members,
+    minus,
     optional,
     repeat,
     text,
     union,
 )
-from graft.grammar.regular.regex import NotRegular, lower_regex
+from graft.grammar.regular.regex import ANY, MAX_COUNT, NotRegular, lower_regex
 from graft.grammar.resolve import ResolvedGrammar
-from graft.grammar.spec import Whitespace
 from graft.grammar.structural.formats import Format
 from graft.native import _native
 
 __all__ = ["MAX_STATES", "compile_automaton", "lower"]
 
 #: Maximum number of states of an automaton.
-MAX_STATES = 2048
+MAX_STATES = 32767
+
+#: Maximum number of states of an automaton without a stack, if another one could have a stack.
+MAX_INLINE_STATES = 2048
 
 #: Minimum and maximum numbers of repetitions by type of structural format.
 _REPETITIONS: dict[str, tuple[int, int | None]] = {
@@ -30,80 +37,154 @@ _REPETITIONS: dict[str, tuple[int, int | None]] = {
     "star": (0, None),
     "plus": (1, None),
 }
+_ANY_CHARACTER = characters(ANY)
+_ANY_TEXT = repeat(_ANY_CHARACTER, 0, None)
 
 
 def compile_automaton(grammar: ResolvedGrammar) -> bytes | None:
     """Compile a grammar in LLGuidance's form to an automaton, and return it serialized.
 
-    Return None if the grammar is not known to be regular, or if the automaton would be too large.
+    Return None if no automaton is known for the grammar, or if the automaton would be too large.
     The time is limited to about 50 ms, so the function may run on untrusted grammars.
     """
-    try:
-        expression = lower(grammar)
-        if len(expression) > MAX_EXPRESSION:
-            return None
-        return bytes(_native.guide.compile_automaton([(0, 0, expression)], MAX_STATES))
-    except RecursionError:  # the schema is nested more deeply than this function can read
-        return None
-    except ValueError:  # NotRegular, or the automaton exceeds a limit or allows no text
-        return None
+    # Automata on the device have no stack, so an automaton without one is preferred.
+    for inline, max_states in ((True, MAX_INLINE_STATES), (False, MAX_STATES)):
+        try:
+            return bytes(_native.guide.compile_automaton(lower(grammar, inline), max_states))
+        except RecursionError:  # the schema is nested more deeply than this function can read
+            pass
+        except ValueError:  # NotRegular, or the automaton exceeds a limit or allows no text
+            pass
+    return None
 
 
-def lower(grammar: ResolvedGrammar) -> Expression:
-    """Return an expression that matches exactly the texts that LLGuidance allows for a grammar.
+def lower(grammar: ResolvedGrammar, inline: bool = False) -> list[Rule]:
+    """Return rules that match exactly the texts that LLGuidance allows for a grammar.
 
-    Raise `NotRegular` if the grammar is not regular, or if graft cannot lower it.
+    If `inline` is True, there is only one rule. Raise `NotRegular` if graft cannot lower the
+    grammar.
     """
     kind = grammar.spec.kind
+    rules = Rules()
     if kind == "regex":
-        return lower_regex(grammar.content)
+        return rules.finish(lower_regex(grammar.content))
     if kind == "choice":
-        return union([text(option) for option in grammar.content])
+        return rules.finish(union([text(option) for option in grammar.content]))
+    if kind == "ebnf":
+        return rules.finish(lower_ebnf(grammar.content, grammar.spec.root, rules))
+    schemas = SchemaLowering(rules, grammar.spec.whitespace, inline)
     if kind == "json_schema" and not grammar.rules:
-        return lower_schema(grammar.content, grammar.spec.whitespace)
+        return rules.finish(schemas.lower(grammar.content))
     if kind == "structural_format":
-        return _lower_format(grammar.content, grammar.spec.whitespace)
+        return rules.finish(_FormatLowering(schemas).lower(grammar.content))
+    if kind == "structural_tag":
+        return rules.finish(_lower_tags(grammar.content, schemas))
     raise NotRegular(f"grammars of kind {kind!r} have no lowering")
 
 
-def _lower_format(form: Format, whitespace: Whitespace) -> Expression:
-    """Return the expression of a structural format.
+class _FormatLowering:
+    """Lowers structural formats; `schemas` lowers their schemas.
 
-    Raise `NotRegular` if the format contains free text, special tokens or parts that are not
-    regular.
+    The parameter `ends` of the methods contains the texts that end the tag around a format. Free
+    text ends at the first of them.
     """
 
-    def lower_part(part: Format) -> Expression:
-        return _lower_format(part, whitespace)
+    def __init__(self, schemas: SchemaLowering):
+        self._schemas = schemas
 
-    kind = form["type"]
-    if kind == "const_string":
-        return _text(form["value"])
-    if kind == "regex":
-        return lower_regex(form["pattern"])
-    if kind == "json_schema":  # graft.grammar.resolve has applied or refused all other fields
-        return lower_schema(form["json_schema"], whitespace)
-    if kind == "sequence":
-        return concat(map(lower_part, form["elements"]))
-    if kind == "or":
-        return union(map(lower_part, form["elements"]))
-    if kind in _REPETITIONS:
-        return repeat(lower_part(form["content"]), *_REPETITIONS[kind])
-    if kind == "repeat":
-        high = None if form["max"] == -1 else form["max"]
-        return repeat(lower_part(form["content"]), form["min"], high)
-    if kind == "tag" and isinstance(form["begin"], str) and isinstance(form["end"], list):
-        ends = union(map(_text, form["end"]))
-        return concat([_text(form["begin"]), lower_part(form["content"]), ends])
-    if kind == "tags_with_separator":
-        tag = union(map(lower_part, form["tags"]))
-        if form["stop_after_first"]:
-            return tag if form["at_least_one"] else optional(tag)
-        more = repeat(concat([_text(form["separator"]), tag]), 0, None)
-        tags = concat([tag, more])
-        return tags if form["at_least_one"] else optional(tags)
-    raise NotRegular(f"structural formats of type {kind!r} have no lowering")
+    def lower(self, form: Format, ends: Sequence[str] = ()) -> Expression:
+        """Return the expression of a format.
+
+        Raise `NotRegular` if the format contains special tokens or parts that cannot be lowered.
+        """
+        kind = form["type"]
+        if kind == "const_string":
+            return text(form["value"])
+        if kind == "regex":
+            return lower_regex(form["pattern"])
+        if kind == "json_schema":  # graft.grammar.resolve has applied or refused all other fields
+            return self._schemas.lower(form["json_schema"])
+        if kind == "sequence":
+            return concat(self.lower(part, ends) for part in form["elements"])
+        if kind == "or":
+            return union(self.lower(part, ends) for part in form["elements"])
+        if kind in _REPETITIONS:
+            return repeat(self.lower(form["content"], ends), *_REPETITIONS[kind])
+        if kind == "repeat":
+            high = None if form["max"] == -1 else form["max"]
+            return repeat(self.lower(form["content"], ends), form["min"], high)
+        if kind == "tag":
+            return self._tag(form)
+        if kind == "tags_with_separator":
+            tag = union(map(self._tag, form["tags"]))
+            if form["stop_after_first"]:
+                return tag if form["at_least_one"] else optional(tag)
+            low = 1 if form["at_least_one"] else 0
+            return members(text(form["separator"]), [(tag, low, None)])
+        if kind == "any_text" and form["max_tokens"] is None:
+            high = form["max_chars"]
+            if high is not None and high > MAX_COUNT:
+                raise NotRegular("max_chars is too large")
+            return _free_text([*form["excludes"], *ends], high, form["excluded_starts"])
+        if kind == "triggered_tags":
+            tags = list(map(self._tag, form["tags"]))
+            free = _free_text([*form["triggers"], *form["excludes"], *ends])
+            return _with_parts(free, tags, form["at_least_one"], form["stop_after_first"])
+        if kind == "dispatch":
+            parts = [concat([text(trigger), self.lower(part)]) for trigger, part in form["rules"]]
+            triggers = [trigger for trigger, _ in form["rules"]]
+            free = _free_text([*triggers, *form["excludes"], *ends])
+            return _with_parts(free, parts, False, not form["loop"])
+        raise NotRegular(f"structural formats of type {kind!r} have no lowering")
+
+    def _tag(self, form: Format) -> Expression:
+        begin, end = form["begin"], form["end"]
+        if not isinstance(begin, str) or not isinstance(end, list):
+            raise NotRegular("tags with special tokens have no lowering")
+        return concat([text(begin), self.lower(form["content"], end), union(map(text, end))])
 
 
-def _text(value: str) -> Expression:
-    return text(value) if value else EMPTY
+def _lower_tags(document: dict[str, Any], schemas: SchemaLowering) -> Expression:
+    """Return the expression of a structural tag: free text in which triggers start tags."""
+    triggers = document["triggers"]
+    tags = [
+        concat([text(tag["begin"]), schemas.lower(tag["schema"]), text(tag["end"])])
+        for tag in document["tags"]
+    ]
+    free = _free_text(triggers)
+    first = document["at_once"]
+    parts = _with_parts(free, tags, first, False)
+    if document["at_least_one"] and not first:
+        return concat([free, union(tags), parts])
+    return parts
+
+
+def _free_text(
+    excluded: Sequence[str], high: int | None = None, excluded_starts: Sequence[str] = ()
+) -> Expression:
+    """Return the expression of the texts that contain and start with none of some texts.
+
+    `high` is the maximum number of characters; None sets no limit.
+    """
+    free = repeat(_ANY_CHARACTER, 0, high)
+    if excluded:
+        found = union(map(text, dict.fromkeys(excluded)))
+        free = minus(free, concat([_ANY_TEXT, found, _ANY_TEXT]))
+    if excluded_starts:
+        free = minus(free, concat([union(map(text, excluded_starts)), _ANY_TEXT]))
+    return free
+
+
+def _with_parts(
+    free: Expression, parts: Sequence[Expression], starts_with_part: bool, once: bool
+) -> Expression:
+    """Return the expression of free text with parts in it.
+
+    If `once` is True, there is at most one part. If `starts_with_part` is True, the text begins
+    with a part.
+    """
+    part = union(parts)
+    if once:
+        return part if starts_with_part else concat([free, optional(part)])
+    rest = concat([repeat(concat([free, part]), 0, None), free])
+    return concat([part, rest]) if starts_with_part else rest

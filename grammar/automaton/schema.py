@@ -1,272 +1,353 @@
-"""Lowering of JSON schemas to the expressions of `graft.grammar.regular.expression`.
+"""Lowering of JSON schemas to rules in brackets; see `graft.grammar.regular.expression`.
 
-A schema is lowered if it is not recursive and consists of strings, numbers, enumerations, arrays,
-objects without additional properties, and unions of these. For such schemas, it is known exactly
-which JSON texts LLGuidance allows. For any other schema, `lower_schema` raises `NotRegular`.
+Each object and each array of a schema is a rule, so schemas may be recursive, and the size of the
+rules grows with the schema and not with its nesting. For a schema that has no exact lowering,
+`SchemaLowering.lower` raises `NotRegular`.
 """
 
 from __future__ import annotations
 
-import json
-import re
+import functools
 from typing import Any
 
+from graft.grammar.automaton.numbers import NOTHING, NumberRange, lower_number
+from graft.grammar.automaton.strings import StringSet, StringWriter
+from graft.grammar.automaton.values import (
+    ANYTHING,
+    NULL,
+    Arrays,
+    Booleans,
+    Objects,
+    Reference,
+    SchemaReader,
+    Union,
+    Values,
+)
 from graft.grammar.regular.expression import (
     EMPTY,
     MAX_EXPRESSION,
     Expression,
-    Ranges,
+    call,
     characters,
-    complement,
     concat,
-    intersection,
+    members,
     optional,
     repeat,
     text,
     union,
 )
-from graft.grammar.regular.regex import NotRegular, has_alternatives, lower_regex
-from graft.grammar.schema.keyword_support import KEYWORDS
+from graft.grammar.regular.regex import MAX_COUNT, NotRegular
+from graft.grammar.schema.llguidance_options import OPTIONS, PLAIN_ESCAPES, json_options
+from graft.grammar.spec import Whitespace
 
-__all__ = ["lower_schema"]
+__all__ = ["Rule", "Rules", "SchemaLowering"]
 
-#: Maximum nesting of schemas. Deeper schemas, such as recursive ones, are not lowered.
-MAX_NESTING = 32
+#: A rule: its opening and closing byte, and the expression of the text between them. The root of a
+#: grammar has no brackets; its bytes are 0.
+Rule = tuple[int, int, Expression]
 
-#: Separators in JSON text by the value of the option `whitespace`: the separator between values or
-#: properties, and the separator between a key and its value.
-SEPARATORS = {"line": (", ", ": "), "compact": (",", ":")}
+#: Maximum number of rules and of integers in all expressions of a grammar.
+MAX_RULES = 1 << 14
 
-#: Supported keywords of a schema of each type, besides ``type``. Annotations such as ``title``, and
-#: keywords that JSON Schema does not define, are ignored.
-_TYPE_KEYWORDS = {
-    "object": {"properties", "required", "additionalProperties"},
-    "array": {"items", "minItems", "maxItems"},
-    "string": {"minLength", "maxLength", "pattern"},
-    "integer": set(),
-    "number": set(),
-    "boolean": set(),
-    "null": set(),
-}
-_INTEGER = lower_regex("-?(0|[1-9][0-9]*)")
-_NUMBER = lower_regex(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?")
-#: Letters of the short escapes of JSON strings, by the code of the escaped character.
-_SHORT_ESCAPES = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
-_ESCAPED = [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)]
-_PLAIN = complement(_ESCAPED)
-#: Any character of a JSON string, in the forms that LLGuidance allows.
-_ANY_CHARACTER = union(
-    [characters(_PLAIN), lower_regex(r'\\(["\\bfnrt]|u00([01][0-9a-fA-F]|7[fF]))')]
-)
-#: Characters of the class escapes ``\d`` and ``\w``, which match only ASCII characters in patterns
-#: of JSON schemas.
-_CLASSES = {"d": [(0x30, 0x39)], "w": [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]}
-_PRINTABLE = re.compile(r"[ !#-\[\]-~]*")
+_OBJECT = (ord("{"), ord("}"))
+_ARRAY = (ord("["), ord("]"))
+_WHITE_SPACE = characters([(0x09, 0x0A), (0x0D, 0x0D), (0x20, 0x20)])
+_TRUE = text("true")
+_FALSE = text("false")
+_BOTH = union([_TRUE, _FALSE])
+_NULL = text("null")
 
 
-def lower_schema(schema: Any, whitespace: object) -> Expression:
-    """Return the expression of the JSON texts that LLGuidance allows for a schema.
+class Rules:
+    """The rules of a grammar. Rule 0 is its root."""
 
-    The schema is in the form that `graft.grammar.schema.router.route` returns. `whitespace` is the
-    value of `Spec.whitespace`. Raise `NotRegular` if the schema or this value is not supported.
+    def __init__(self) -> None:
+        self._rules: list[Rule] = [(0, 0, EMPTY)]
+        self._known: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._size = 0
+
+    def add(self, brackets: tuple[int, int], body: Expression) -> int:
+        """Add a rule, unless an equal rule exists, and return its index."""
+        key = (brackets[0], tuple(body))
+        rule = self._known.get(key)
+        if rule is None:
+            rule = self._known[key] = self.reserve(brackets)
+            self.set(rule, body)
+        return rule
+
+    def reserve(self, brackets: tuple[int, int]) -> int:
+        """Add a rule whose expression `set` will define, and return its index."""
+        if len(self._rules) == MAX_RULES:
+            raise NotRegular("the grammar is too large")
+        self._rules.append((*brackets, NOTHING))
+        return len(self._rules) - 1
+
+    def set(self, rule: int, body: Expression) -> None:
+        """Define the expression of a rule."""
+        self._size += len(body)
+        if self._size > MAX_EXPRESSION:
+            raise NotRegular("the grammar is too large")
+        self._rules[rule] = (*self._rules[rule][:2], body)
+
+    def finish(self, root: Expression) -> list[Rule]:
+        """Define the root of the grammar and return all rules."""
+        self.set(0, root)
+        return self._rules
+
+
+class _Layout:
+    """The separators and the white space of JSON texts for a value of `Spec.whitespace`.
+
+    Attributes
+    ----------
+    comma, colon
+        Expressions of the separators between members, and between a name and its value.
+    space
+        Expression of the white space after an opening bracket and after each member.
     """
-    if not isinstance(whitespace, str) or whitespace not in SEPARATORS:
-        raise NotRegular(f"whitespace {whitespace!r} is not supported")
-    return _Lowering(schema, *SEPARATORS[whitespace]).lower(schema, 0)
+
+    def __init__(self, whitespace: Whitespace):
+        options = json_options(whitespace)
+        comma = text(options.get("item_separator", ","))
+        colon = text(options.get("key_separator", ":"))
+        self.space = EMPTY
+        if options.get("whitespace_flexible", True):
+            high = whitespace if isinstance(whitespace, int) else None
+            self.space = repeat(_WHITE_SPACE, 0, high)
+            comma = concat([comma, self.space])
+            colon = concat([self.space, colon, self.space])
+        self.comma = comma
+        self.colon = colon
 
 
-class _Lowering:
-    def __init__(self, root: Any, comma: str, colon: str):
-        self._root = root
-        self._comma = text(comma)
-        self._colon = colon
+@functools.cache
+def _layout(whitespace: Whitespace) -> _Layout:
+    return _Layout(whitespace)
 
-    def lower(self, schema: Any, nesting: int) -> Expression:
-        if not isinstance(schema, dict):
-            raise NotRegular("a boolean schema is not supported")
-        if nesting > MAX_NESTING:
-            raise NotRegular("the schema is recursive or nested too deeply")
-        if any(keyword.startswith("x-guidance") for keyword in schema):
-            raise NotRegular("options of LLGuidance are not supported")
-        keywords = schema.keys() & KEYWORDS.keys()
-        if "$ref" in keywords:
-            return self._lower_reference_or_union(schema, keywords, {"$ref"}, nesting)
-        if "anyOf" in keywords:
-            return self._lower_reference_or_union(schema, keywords, {"anyOf"}, nesting)
-        if "const" in keywords or "enum" in keywords:
-            return _lower_values(schema, keywords)
-        types = schema.get("type")
-        names: list[str] = []
-        allowed = {"type"}
-        for name in types if isinstance(types, list) else [types]:
-            if not isinstance(name, str) or name not in _TYPE_KEYWORDS:
-                raise NotRegular("a schema without types is not supported")
-            names.append(name)
-            allowed |= _TYPE_KEYWORDS[name]
-        if keywords - allowed:
-            raise NotRegular(f"keyword {sorted(keywords - allowed)[0]!r} is not supported")
-        expression = union([self._lower_type(name, schema, nesting) for name in names])
-        if len(expression) > MAX_EXPRESSION:
-            raise NotRegular("the schema is too large")
-        return expression
 
-    def _lower_reference_or_union(
-        self, schema: dict[str, Any], keywords: set[str], allowed: set[str], nesting: int
-    ) -> Expression:
-        """Return the expression of a schema with ``$ref`` or ``anyOf``.
+@functools.cache
+def _string_writer(unicode_escapes: bool) -> StringWriter:
+    return StringWriter(unicode_escapes)
 
-        `keywords` are the schema's keywords, without annotations. Raise `NotRegular` if one of them
-        is not in `allowed`. `nesting` is the nesting depth of the schema.
+
+class SchemaLowering:
+    """Lowers schemas to rules that allow exactly the JSON texts that LLGuidance allows.
+
+    Parameters
+    ----------
+    rules
+        Rules to which the rules of the schemas are added.
+    whitespace
+        Value of `Spec.whitespace`.
+    inline
+        Whether the rules of objects and arrays are written where they are used, so that the
+        automaton needs no stack. Schemas that allow any value, or that are recursive, then raise
+        `NotRegular`.
+    """
+
+    def __init__(self, rules: Rules, whitespace: Whitespace, inline: bool = False):
+        self._rules = rules
+        self._inline = inline
+        self._layout = _layout(whitespace)
+
+    def lower(self, schema: Any) -> Expression:
+        """Return the expression of a schema, in the form that the router returns.
+
+        Raise `NotRegular` if the schema is not supported.
         """
-        if keywords - allowed:
-            raise NotRegular(f"keywords beside {sorted(allowed)[0]!r} are not supported")
-        if "$ref" in keywords:
-            return self.lower(self._resolve(schema["$ref"]), nesting + 1)
-        return union([self.lower(option, nesting + 1) for option in schema["anyOf"]])
+        options = schema.get(OPTIONS) if isinstance(schema, dict) else None
+        if options not in (None, PLAIN_ESCAPES):
+            raise NotRegular("these options of LLGuidance are not supported")
+        document = _Document(self._rules, self._layout, _string_writer(options is None), schema)
+        document.inline = self._inline
+        return document.lower(document.reader.read(schema))
 
-    def _resolve(self, reference: Any) -> Any:
-        match = re.fullmatch(r"#/(\$defs|definitions)/([A-Za-z0-9_]+)", str(reference))
-        if match is None:
-            raise NotRegular("this $ref is not supported")
-        try:
-            return self._root[match[1]][match[2]]
-        except (KeyError, TypeError):
-            raise NotRegular("this $ref is not supported") from None
 
-    def _lower_type(self, name: str, schema: dict[str, Any], nesting: int) -> Expression:
-        if name == "object":
-            return self._lower_object(schema, nesting)
-        if name == "array":
-            return self._lower_array(schema, nesting)
-        if name == "string":
-            return concat([text('"'), _lower_string(schema), text('"')])
-        if name == "boolean":
-            return union([text("true"), text("false")])
-        if name == "null":
-            return text("null")
-        return _INTEGER if name == "integer" else _NUMBER
+class _Document:
+    """Lowers the values of one schema document; see `SchemaLowering`."""
 
-    def _lower_object(self, schema: dict[str, Any], nesting: int) -> Expression:
-        """Lower an object schema. The keys of the objects have the order of the schema.
+    def __init__(self, rules: Rules, layout: _Layout, strings: StringWriter, schema: Any):
+        self.reader = SchemaReader(schema)
+        self._rules = rules
+        self._layout = layout
+        self._strings = strings
+        self.inline = False
+        self._anything: Expression | None = None
+        # Rules of objects and arrays by identity; None while the rule is built, unless a part of it
+        # refers to it.
+        self._by_identity: dict[int, int | None] = {}
+        self._kept: list[Values] = []
+        # Targets of references whose expressions are being built without a bracket in between.
+        self._open: set[str] = set()
+        self._targets: dict[str, Expression] = {}
 
-        Optional properties may be absent, so an object may begin with any of the properties up to
-        and including the first required one. The result is the union of the texts that begin with
-        each of these properties. A comma precedes each later property.
-        """
-        if schema.get("additionalProperties") is not False:
-            raise NotRegular("additional properties are not supported")
-        properties = schema.get("properties") or {}
-        required = schema.get("required") or []
-        if set(required) - set(properties):
-            raise NotRegular("a required property has no schema")
-        members = []
-        for key, value in properties.items():
-            member = concat([text(f"{_quote(key)}{self._colon}"), self.lower(value, nesting + 1)])
-            members.append((key in required, member))
-        bodies = []
-        for index, (is_required, member) in enumerate(members):
-            rest = []
-            for follows_required, following in members[index + 1 :]:
-                part = concat([self._comma, following])
-                rest.append(part if follows_required else optional(part))
-            bodies.append(concat([member, *rest]))
-            if is_required:
-                break
+    def lower(self, values: Values) -> Expression:
+        """Return the expression of the JSON texts of a set of values."""
+        if isinstance(values, Objects | Arrays):
+            return self._inlined(values) if self.inline else call(self._rule(values))
+        if isinstance(values, StringSet):
+            return self._strings.write(values)
+        if isinstance(values, NumberRange):
+            return lower_number(values)
+        if isinstance(values, Reference):
+            return self._reference(values)
+        if isinstance(values, Union):
+            if not values.options:
+                return NOTHING
+            return union(map(self.lower, values.options))
+        if isinstance(values, Booleans):
+            if values.value is None:
+                return _BOTH
+            return _TRUE if values.value else _FALSE
+        return _NULL if values is NULL else self._any_value()
+
+    def _inlined(self, values: Objects | Arrays) -> Expression:
+        """Return the expression of a set of objects or arrays, with the brackets."""
+        if isinstance(values, Objects):
+            expression = concat([text("{"), self._object(values), text("}")])
         else:
-            bodies.append(EMPTY)
-        expression = concat([text("{"), union(bodies), text("}")])
+            expression = concat([text("["), self._array(values), text("]")])
         if len(expression) > MAX_EXPRESSION:
             raise NotRegular("the schema is too large")
         return expression
 
-    def _lower_array(self, schema: dict[str, Any], nesting: int) -> Expression:
-        if "items" not in schema:
-            raise NotRegular("an array of any items is not supported")
-        low, high = _bounds(schema, "minItems", "maxItems")
-        if high == 0:
-            return text("[]")
-        item = self.lower(schema["items"], nesting + 1)
-        more_high = None if high is None else high - 1
-        following = repeat(concat([self._comma, item]), max(0, low - 1), more_high)
-        items = concat([item, following])
-        return concat([text("["), items if low > 0 else optional(items), text("]")])
+    def _any_value(self) -> Expression:
+        if self.inline:
+            raise NotRegular("any value needs a stack")
+        if self._anything is None:
+            array = self._rules.reserve(_ARRAY)
+            thing = self._rules.reserve(_OBJECT)
+            scalars = [_NULL, _BOTH, lower_number(NumberRange()), self._strings.anything]
+            self._anything = union([*scalars, call(array), call(thing)])
+            self._rules.set(array, self._members([(self._anything, 0, None)]))
+            member = [self._strings.anything, self._layout.colon, self._anything]
+            self._rules.set(thing, self._members([(concat(member), 0, None)]))
+        return self._anything
 
+    def _reference(self, reference: Reference) -> Expression:
+        """Return the expression of a reference's target.
 
-def _lower_values(schema: dict[str, Any], keywords: set[str]) -> Expression:
-    """Lower a schema that lists its values with ``enum`` or ``const``.
+        A reference that leads to itself without a bracket in between adds no texts.
+        """
+        target = reference.target
+        if target in self._targets:
+            return self._targets[target]
+        if target in self._open:
+            raise NotRegular("a reference leads to itself")
+        self._open.add(target)
+        expression = self.lower(self.reader.resolve(reference))
+        self._open.remove(target)
+        self._targets[target] = expression
+        return expression
 
-    `keywords` are the schema's keywords, without annotations.
-    """
-    if keywords - {"const", "enum", "type"} or {"const", "enum"} <= keywords:
-        raise NotRegular("keywords beside 'enum' are not supported")
-    values = [schema["const"]] if "const" in keywords else schema["enum"]
-    types = {"str": "string", "bool": "boolean", "NoneType": "null", "int": "integer"}
-    for value in values:
-        name = types.get(type(value).__name__)
-        if name is None or schema.get("type", name) != name:
-            raise NotRegular("this value of an enum is not supported")
-    return union([text(_literal(value)) for value in values])
+    def _rule(self, values: Objects | Arrays) -> int:
+        """Return the rule of a set of objects or arrays."""
+        key = id(values)
+        brackets = _OBJECT if isinstance(values, Objects) else _ARRAY
+        if key in self._by_identity:
+            rule = self._by_identity[key]
+            if rule is None:
+                rule = self._by_identity[key] = self._rules.reserve(brackets)
+            return rule
+        self._by_identity[key] = None
+        self._kept.append(values)  # keeps the identity unique
+        outside = self._open
+        self._open = set()
+        body = self._object(values) if isinstance(values, Objects) else self._array(values)
+        self._open = outside
+        rule = self._by_identity[key]
+        if rule is None:
+            rule = self._by_identity[key] = self._rules.add(brackets, body)
+        else:
+            self._rules.set(rule, body)
+        return rule
 
+    def _members(self, items: list[tuple[Expression, int, int | None]]) -> Expression:
+        """Return the expression between two brackets, with white space where it may be."""
+        layout = self._layout
+        if layout.space is EMPTY:
+            return members(layout.comma, items) if items else EMPTY
+        spaced = [(concat([item, layout.space]), low, high) for item, low, high in items]
+        return concat([layout.space, members(layout.comma, spaced)]) if items else layout.space
 
-def _literal(value: str | int | bool | None) -> str:
-    return _quote(value) if isinstance(value, str) else json.dumps(value)
+    def _object(self, objects: Objects) -> Expression:
+        """Lower a set of objects. Their keys have the order of the schema."""
+        names = list(objects.properties)
+        names += [name for name in objects.required if name not in objects.properties]
+        listed = [self._strings.name(name) for name in names]
+        items: list[tuple[Expression, int, int | None]] = []
+        num_optional = 0
+        for name, key in zip(names, listed, strict=True):
+            value = self.lower(objects.values_of(name))
+            is_required = name in objects.required
+            if value == NOTHING and not is_required:
+                continue
+            num_optional += not is_required
+            items.append((concat([key, self._layout.colon, value]), int(is_required), 1))
+        num_required = len(items) - num_optional
+        low = max(objects.low - num_required, 0)
+        high = None if objects.high is None else max(objects.high - num_required, 0)
+        others = []
+        for pattern, values in objects.patterns.items():
+            key = self._strings.name_pattern(pattern, listed)
+            others.append(concat([key, self._layout.colon, self.lower(values)]))
+        value = self.lower(objects.additional or ANYTHING)
+        if value != NOTHING:
+            key = self._strings.other_names(listed, list(objects.patterns))
+            others.append(concat([key, self._layout.colon, value]))
+        if num_optional and (low > 0 or high is not None):
+            if others or low > 1 or (high is not None and high != 1):
+                raise NotRegular("the number of properties is limited")
+            return self._limited(items, low, high)
+        if others and high != 0:
+            items.append((union(others), low, high))
+        elif low > 0:
+            return NOTHING
+        return self._members(items)
 
+    def _limited(
+        self, items: list[tuple[Expression, int, int | None]], low: int, high: int | None
+    ) -> Expression:
+        """Return the members of an object with at least or at most one optional property."""
+        choices = []
+        for chosen, (_, is_required, _) in enumerate(items):
+            if is_required:
+                continue
+            kept = []
+            for index, (item, least, most) in enumerate(items):
+                if index == chosen:
+                    kept.append((item, 1, most))
+                elif least or (high is None and index > chosen):
+                    kept.append((item, least, most))
+            choices.append(self._members(kept))
+        if low == 0:
+            choices.append(self._members([item for item in items if item[1]]))
+        return union(choices)
 
-def _quote(value: str) -> str:
-    """Return a text as a JSON string; raise `NotRegular` if it may need escape sequences."""
-    if not _PRINTABLE.fullmatch(value):
-        raise NotRegular("a key or value with escapes is not supported")
-    return f'"{value}"'
-
-
-def _lower_string(schema: dict[str, Any]) -> Expression:
-    """Return the expression of the content of a string, without the quotation marks."""
-    pattern = schema.get("pattern")
-    if pattern is None:
-        return repeat(_ANY_CHARACTER, *_bounds(schema, "minLength", "maxLength"))
-    if {"minLength", "maxLength"} & schema.keys() or not isinstance(pattern, str):
-        raise NotRegular("a pattern beside a length is not supported")
-    starts = pattern.startswith("^")
-    ends = pattern.endswith("$") and not pattern.endswith("\\$")
-    body = pattern[starts : len(pattern) - ends]
-    if (starts or ends) and has_alternatives(body):
-        raise NotRegular("an anchor of one alternative is not supported")
-    anything = repeat(_ANY_CHARACTER, 0, None)
-    parts = [lower_regex(body, _json_character, _CLASSES)]
-    if not starts:
-        parts.insert(0, anything)
-    if not ends:
-        parts.append(anything)
-    return concat(parts)
-
-
-def _json_character(ranges: Ranges) -> Expression:
-    """Return the expression of one character of the ranges, as it may appear in a JSON string.
-
-    A character that must be escaped may have several forms: a short escape such as ``\\n``, and the
-    escape ``\\u`` with four hexadecimal digits.
-    """
-    options = [characters(intersection(ranges, _PLAIN))]
-    for low, high in intersection(ranges, _ESCAPED):
-        for code in range(low, high + 1):
-            if code in _SHORT_ESCAPES:
-                options.append(text(f"\\{_SHORT_ESCAPES[code]}"))
-            if code not in (0x22, 0x5C):
-                digits = map(_hexadecimal_digit, f"{code:02x}")
-                options.append(concat([text("\\u00"), *digits]))
-    return union(options)
-
-
-def _hexadecimal_digit(digit: str) -> Expression:
-    """Return the expression of a hexadecimal digit in lower or upper case."""
-    return characters([(ord(case), ord(case)) for case in sorted({digit, digit.upper()})])
-
-
-def _bounds(schema: dict[str, Any], low: str, high: str) -> tuple[int, int | None]:
-    bounds = schema.get(low, 0), schema.get(high)
-    for bound in bounds:
-        if bound is not None and (type(bound) is not int or not 0 <= bound <= 4096):
-            raise NotRegular(f"{low} or {high} is too large")
-    if bounds[1] is not None and bounds[1] < bounds[0]:
-        raise NotRegular(f"{low} is larger than {high}")
-    return bounds
+    def _array(self, arrays: Arrays) -> Expression:
+        low, high = arrays.low, arrays.high
+        if high is not None and high < low:
+            return NOTHING
+        if low > MAX_COUNT or (high or 0) > MAX_COUNT:
+            raise NotRegular("the number of items is too large")
+        rest = self.lower(arrays.items or ANYTHING)
+        prefix = arrays.prefix if high is None else arrays.prefix[:high]
+        if not prefix:
+            return self._members([(rest, low, high)])
+        layout = self._layout
+        spaced = [concat([self.lower(item), layout.space]) for item in prefix]
+        count = len(prefix)
+        tail = repeat(
+            concat([layout.comma, rest, layout.space]),
+            max(low - count, 0),
+            None if high is None else high - count,
+        )
+        # Each item up to `low` is required; each later one may end the array.
+        parts = [concat([layout.comma, item]) for item in spaced]
+        parts[0] = spaced[0]
+        body = tail
+        for index in range(count - 1, -1, -1):
+            body = concat([parts[index], body])
+            if index >= low:
+                body = optional(body)
+        return concat([layout.space, body])

@@ -1,28 +1,42 @@
 """Lowering of regular expressions to the expressions of `graft.grammar.regular.expression`.
 
-LLGuidance reads patterns with Rust's ``regex`` crate. The supported syntax is the part of that
-crate's syntax whose meaning does not depend on Unicode tables or flags. For any other pattern,
-`lower_regex` raises `NotRegular`, and the request uses the matcher of the grammar library instead
-of an automaton.
+LLGuidance reads patterns with Rust's ``regex-syntax`` crate, and so does this module. It supports
+groups of all kinds, lazy repetitions, flags, Unicode classes, and the operators of character
+classes. For any other pattern, for example one with a word boundary, the functions raise
+`NotRegular`, and the request uses the matcher of the grammar library instead of an automaton.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 from graft.grammar.regular.expression import (
     EMPTY,
+    MAX_CHARACTER,
     Expression,
     Ranges,
     characters,
     complement,
     concat,
+    intersection,
     repeat,
     union,
 )
+from graft.grammar.regular.unicode_classes import category_ranges, digit_ranges, word_ranges
 
-__all__ = ["NotRegular", "has_alternatives", "lower_regex"]
+__all__ = [
+    "ANY",
+    "RUST_CLASSES",
+    "SPACE",
+    "NotRegular",
+    "has_alternatives",
+    "lower_regex",
+    "lower_search",
+    "search",
+]
 
 #: Maximum nesting of groups.
 MAX_NESTING = 100
@@ -30,21 +44,94 @@ MAX_NESTING = 100
 #: Maximum count of a repetition such as ``{1000}``.
 MAX_COUNT = 4096
 
-_CONTROL_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
-_PUNCTUATION = frozenset("\\.+*?()|[]{}^$#&-~/")
-#: Number of hexadecimal digits of an escape, by letter.
-_HEXADECIMAL = {"x": 2, "u": 4}
-_LINE_FEED = [(0x0A, 0x0A)]
+#: All characters.
+ANY: Ranges = ((0, MAX_CHARACTER),)
+#: Characters of ``\s``: those with the Unicode property White_Space.
+SPACE: Ranges = (
+    (0x09, 0x0D),
+    (0x20, 0x20),
+    (0x85, 0x85),
+    (0xA0, 0xA0),
+    (0x1680, 0x1680),
+    (0x2000, 0x200A),
+    (0x2028, 0x2029),
+    (0x202F, 0x202F),
+    (0x205F, 0x205F),
+    (0x3000, 0x3000),
+)
+#: Functions that return the characters of ``\d``, ``\s`` and ``\w``, by letter.
+Classes = Mapping[str, Callable[[], Ranges]]
+RUST_CLASSES: Classes = MappingProxyType({"d": digit_ranges, "s": lambda: SPACE, "w": word_ranges})
+
+_CONTROL_ESCAPES = {"a": "\a", "n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
+#: Number of hexadecimal digits of an escape without braces, by letter.
+_HEXADECIMAL = {"x": 2, "u": 4, "U": 8}
+_NOT_LINE_FEED = complement([(0x0A, 0x0A)])
+_ASCII_CLASSES: dict[str, Ranges] = {
+    "alnum": ((0x30, 0x39), (0x41, 0x5A), (0x61, 0x7A)),
+    "alpha": ((0x41, 0x5A), (0x61, 0x7A)),
+    "ascii": ((0, 0x7F),),
+    "blank": ((0x09, 0x09), (0x20, 0x20)),
+    "cntrl": ((0, 0x1F), (0x7F, 0x7F)),
+    "digit": ((0x30, 0x39),),
+    "graph": ((0x21, 0x7E),),
+    "lower": ((0x61, 0x7A),),
+    "print": ((0x20, 0x7E),),
+    "punct": ((0x21, 0x2F), (0x3A, 0x40), (0x5B, 0x60), (0x7B, 0x7E)),
+    "space": ((0x09, 0x0D), (0x20, 0x20)),
+    "upper": ((0x41, 0x5A),),
+    "word": ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)),
+    "xdigit": ((0x30, 0x39), (0x41, 0x46), (0x61, 0x66)),
+}
+_ASCII_CLASS = re.compile(r"\[:(\^?)([a-z]+):\]")
+_GROUP_NAME = re.compile(r"P?<[A-Za-z_][A-Za-z0-9_.\[\]]*>")
+#: Characters outside ASCII with the same simple case folding as an ASCII letter.
+_FOLDED = {"k": 0x212A, "s": 0x017F}
 
 
 class NotRegular(ValueError):
     """A grammar has no automaton: its language is not regular, or graft cannot lower it."""
 
 
+class _Set(NamedTuple):
+    """A node that matches one character."""
+
+    ranges: Ranges
+
+
+class _Sequence(NamedTuple):
+    """A node that matches its parts one after the other."""
+
+    parts: list[_Node]
+
+
+class _Choice(NamedTuple):
+    """A node that matches one of its options."""
+
+    options: list[_Node]
+
+
+class _Repeat(NamedTuple):
+    """A node that matches repetitions of a part; without a maximum if `high` is None."""
+
+    part: _Node
+    low: int
+    high: int | None
+
+
+class _Anchor(NamedTuple):
+    """A node that matches the empty text at the start (``^``) or at the end (``$``)."""
+
+    at_end: bool
+
+
+_Node = _Set | _Sequence | _Choice | _Repeat | _Anchor
+
+
 def lower_regex(
     pattern: str,
     one_of: Callable[[Ranges], Expression] = characters,
-    classes: Mapping[str, Ranges] | None = None,
+    classes: Classes = RUST_CLASSES,
 ) -> Expression:
     """Return the expression of the texts that match a pattern from start to end.
 
@@ -53,7 +140,49 @@ def lower_regex(
     JSON strings. `classes` contains the characters of class escapes such as ``\\d``, by letter.
     Raise `NotRegular` if the pattern has unsupported syntax.
     """
-    return _Parser(pattern, one_of, classes or {}).parse()
+    return _Writer(one_of, None).write(_Parser(pattern, classes).parse(), True, True)
+
+
+def lower_search(
+    pattern: str,
+    one_of: Callable[[Ranges], Expression],
+    classes: Classes,
+    low: int = 0,
+    high: int | None = None,
+) -> tuple[Expression, bool]:
+    """Return the expression of the texts in which a pattern matches some part.
+
+    `one_of` and `classes` are as in `lower_regex`. The second result says whether each of these
+    texts is known to have at least `low` and at most `high` characters; None is no limit.
+    """
+    node = _Parser(pattern, classes).parse()
+    writer = _Writer(one_of, repeat(one_of(ANY), 0, None))
+    start, end = _anchors(node, True, True)
+    shortest, longest = _lengths(node, True, True)
+    if not (start and end):
+        longest = None
+    within = shortest >= low and (high is None or (longest is not None and longest <= high))
+    return writer.search(node, True, True, not start, not end), within
+
+
+def search(pattern: str, classes: Classes, text: str) -> bool:
+    """Return whether a pattern matches some part of a text; `classes` are as in `lower_regex`."""
+    return re.search(_python_pattern(_Parser(pattern, classes).parse()), text) is not None
+
+
+def _python_pattern(node: _Node) -> str:
+    """Return the pattern of Python's ``re`` that matches the same texts as a node."""
+    if isinstance(node, _Set):
+        codes = [rf"\U{low:08x}-\U{high:08x}" for low, high in node.ranges]
+        return f"[{''.join(codes)}]" if codes else "(?!)"
+    if isinstance(node, _Anchor):
+        return r"\Z" if node.at_end else r"\A"
+    if isinstance(node, _Sequence):
+        return "".join(map(_python_pattern, node.parts))
+    if isinstance(node, _Choice):
+        return f"(?:{'|'.join(map(_python_pattern, node.options))})"
+    high = "" if node.high is None else node.high
+    return f"(?:{_python_pattern(node.part)}){{{node.low},{high}}}"
 
 
 def has_alternatives(pattern: str) -> bool:
@@ -67,23 +196,132 @@ def has_alternatives(pattern: str) -> bool:
     return False
 
 
+def _anchors(node: _Node, at_start: bool, at_end: bool) -> tuple[bool, bool]:
+    """Return whether matches of a node are anchored to the start and to the end of the text.
+
+    `at_start` and `at_end` say whether the node is the first and the last part of the pattern. A
+    choice counts as anchored if one of its options is.
+    """
+    if isinstance(node, _Anchor):
+        return not node.at_end, node.at_end
+    if isinstance(node, _Choice):
+        options = [_anchors(option, at_start, at_end) for option in node.options]
+        return any(start for start, _ in options), any(end for _, end in options)
+    if isinstance(node, _Sequence) and node.parts:
+        last = len(node.parts) - 1
+        start = _anchors(node.parts[0], at_start, at_end and last == 0)[0]
+        return start, _anchors(node.parts[-1], at_start and last == 0, at_end)[1]
+    return False, False
+
+
+def _lengths(node: _Node, at_start: bool, at_end: bool) -> tuple[int, int | None]:
+    """Return the numbers of characters of the shortest and the longest match of a node.
+
+    `at_start` and `at_end` are as in `_anchors`. An option that is not anchored, beside one that
+    is, makes the longest match unlimited (None).
+    """
+    if isinstance(node, _Set):
+        return 1, 1
+    if isinstance(node, _Anchor):
+        return 0, 0
+    if isinstance(node, _Repeat):
+        low, high = _lengths(node.part, False, False)
+        unlimited = high is None or node.high is None
+        return low * node.low, None if unlimited or high == 0 else (high or 0) * (node.high or 0)
+    if isinstance(node, _Sequence):
+        last = len(node.parts) - 1
+        found = [
+            _lengths(part, at_start and index == 0, at_end and index == last)
+            for index, part in enumerate(node.parts)
+        ]
+        total: int | None = 0
+        for _, high in found:
+            total = None if total is None or high is None else total + high
+        return sum(low for low, _ in found), total
+    found = [_lengths(option, at_start, at_end) for option in node.options]
+    anchors = [_anchors(option, at_start, at_end) for option in node.options]
+    longest = [high for _, high in found]
+    if None in longest or len(set(anchors)) > 1:
+        return min(low for low, _ in found), None
+    return min(low for low, _ in found), max(high for high in longest if high is not None)
+
+
+class _Writer:
+    """Writes nodes as expressions.
+
+    `anything` is the expression of any text. It is None if the pattern must match the whole text,
+    so that anchors have no effect.
+    """
+
+    def __init__(self, one_of: Callable[[Ranges], Expression], anything: Expression | None):
+        self._one_of = one_of
+        self._anything = anything
+
+    def search(
+        self, node: _Node, at_start: bool, at_end: bool, before: bool, after: bool
+    ) -> Expression:
+        """Write a node, with any text `before` and `after` it."""
+        assert self._anything is not None
+        parts = [self.write(node, at_start, at_end)]
+        if before:
+            parts.insert(0, self._anything)
+        if after:
+            parts.append(self._anything)
+        return concat(parts)
+
+    def write(self, node: _Node, at_start: bool, at_end: bool) -> Expression:
+        """Write a node; `at_start` and `at_end` are as in `_anchors`."""
+        if isinstance(node, _Set):
+            return self._one_of(node.ranges)
+        if isinstance(node, _Repeat):
+            return repeat(self.write(node.part, False, False), node.low, node.high)
+        if isinstance(node, _Sequence):
+            last = len(node.parts) - 1
+            return concat(
+                self.write(part, at_start and index == 0, at_end and index == last)
+                for index, part in enumerate(node.parts)
+            )
+        if isinstance(node, _Anchor):
+            if not (at_end if node.at_end else at_start):
+                raise NotRegular("anchors inside a pattern are not supported")
+            return EMPTY
+        if self._anything is None or not (at_start or at_end):
+            return union(self.write(option, at_start, at_end) for option in node.options)
+        # An option without an anchor, beside one that has the anchor, can match anywhere.
+        some_start, some_end = _anchors(node, at_start, at_end)
+        options = []
+        for option in node.options:
+            start, end = _anchors(option, at_start, at_end)
+            options.append(
+                self.search(
+                    option, at_start, at_end, some_start and not start, some_end and not end
+                )
+            )
+        return union(options)
+
+
+class _Flags(NamedTuple):
+    """Flags of a pattern: whether letters match in both cases, and ``.`` matches line feeds."""
+
+    ignore_case: bool = False
+    dot_all: bool = False
+
+
 class _Parser:
     """Recursive-descent parser of a pattern."""
 
-    def __init__(
-        self, pattern: str, one_of: Callable[[Ranges], Expression], classes: Mapping[str, Ranges]
-    ):
+    def __init__(self, pattern: str, classes: Classes):
         self._pattern = pattern
-        self._one_of = one_of
         self._classes = classes
         self._position = 0
         self._nesting = 0
+        self._flags = _Flags()
 
-    def parse(self) -> Expression:
-        expression = self._alternatives()
+    def parse(self) -> _Node:
+        node = self._alternatives()
         if self._position < len(self._pattern):
             raise NotRegular(f"unexpected {self._peek()!r}")
-        return expression
+        return node
 
     def _peek(self) -> str:
         """Return the next character, or an empty string at the end."""
@@ -103,33 +341,36 @@ class _Parser:
             self._position += len(text)
         return found
 
-    def _alternatives(self) -> Expression:
+    def _alternatives(self) -> _Node:
         options = [self._sequence()]
         while self._skip("|"):
             options.append(self._sequence())
-        return union(options)
+        return options[0] if len(options) == 1 else _Choice(options)
 
-    def _sequence(self) -> Expression:
+    def _sequence(self) -> _Node:
         parts = []
         while self._peek() and self._peek() not in "|)":
-            parts.append(self._repeated())
-        return concat(parts)
+            part = self._repeated()
+            if part is not None:
+                parts.append(part)
+        return parts[0] if len(parts) == 1 else _Sequence(parts)
 
-    def _repeated(self) -> Expression:
+    def _repeated(self) -> _Node | None:
+        """Read an atom with its repetitions; return None for a change of the flags."""
         part = self._atom()
-        while True:
+        while part is not None:
             if self._skip("*"):
-                part = repeat(part, 0, None)
+                part = _Repeat(part, 0, None)
             elif self._skip("+"):
-                part = repeat(part, 1, None)
+                part = _Repeat(part, 1, None)
             elif self._skip("?"):
-                part = repeat(part, 0, 1)
+                part = _Repeat(part, 0, 1)
             elif self._skip("{"):
-                part = repeat(part, *self._counts())
+                part = _Repeat(part, *self._counts())
             else:
                 return part
-            if self._peek() in ("?", "+"):
-                raise NotRegular("lazy and possessive repetitions are not supported")
+            self._skip("?")  # a lazy repetition matches the same texts
+        return None
 
     def _counts(self) -> tuple[int, int | None]:
         """Read ``{n}``, ``{n,}`` or ``{n,m}`` after the ``{``; return the minimum and maximum."""
@@ -149,84 +390,203 @@ class _Parser:
             raise NotRegular("repetition count is missing or too large")
         return int(digits)
 
-    def _atom(self) -> Expression:
+    def _atom(self) -> _Node | None:
         character = self._take()
         if character == "(":
             return self._group()
         if character == "[":
-            return self._one_of(self._class())
+            return _Set(self._class())
         if character == ".":
-            return self._one_of(complement(_LINE_FEED))
+            return _Set(ANY if self._flags.dot_all else _NOT_LINE_FEED)
+        if character in "^$":
+            return _Anchor(character == "$")
         if character == "\\":
-            return self._one_of(self._escape())
-        if character in "^$*+?{}])":
+            if self._peek() in ("A", "z"):
+                return _Anchor(self._take() == "z")
+            is_class = self._peek().lower() in self._classes
+            ranges = self._escape()
+            return _Set(ranges) if is_class else self._folded(ranges)
+        if character in "*+?{":
             raise NotRegular(f"{character!r} is not supported here")
-        return self._one_of([(ord(character), ord(character))])
+        return self._folded([(ord(character), ord(character))])
 
-    def _group(self) -> Expression:
-        if self._peek() == "?" and not self._skip("?:"):
-            raise NotRegular("flags, names and assertions of groups are not supported")
+    def _folded(self, ranges: Ranges) -> _Set:
+        """Return a node for some characters; with ``(?i)``, also for their other case."""
+        return _Set(_both_cases(ranges) if self._flags.ignore_case else ranges)
+
+    def _group(self) -> _Node | None:
+        """Read a group after its ``(``; return None for a group that only changes the flags."""
+        flags = self._flags
+        if self._skip("?"):
+            name = _GROUP_NAME.match(self._pattern, self._position)
+            if name is not None:
+                if "<stop>" in name[0]:  # LLGuidance reads this group as a lookahead
+                    raise NotRegular("groups with the name 'stop' are not supported")
+                self._position = name.end()
+            elif not self._read_flags():
+                return None
         self._nesting += 1
         if self._nesting > MAX_NESTING:
             raise NotRegular("groups are nested too deeply")
-        expression = EMPTY if self._peek() == ")" else self._alternatives()
+        node = self._alternatives()
         if not self._skip(")"):
             raise NotRegular("a group is not closed")
         self._nesting -= 1
-        return expression
+        self._flags = flags
+        return node
+
+    def _read_flags(self) -> bool:
+        """Read the flags of a group; return whether the group continues after them."""
+        value = True
+        flags = self._flags
+        while True:
+            character = self._take()
+            if character in ":)":
+                break
+            if character == "-":
+                value = False
+            elif character == "i":
+                flags = flags._replace(ignore_case=value)
+            elif character == "s":
+                flags = flags._replace(dot_all=value)
+            elif character != "U" and (character != "u" or not value):
+                # Whether repetitions are lazy (U) has no effect, and Unicode (u) is the default.
+                raise NotRegular(f"the flag or group {character!r} is not supported")
+        self._flags = flags
+        return character == ":"
 
     def _escape(self) -> Ranges:
         """Read an escape after its backslash and return the characters that it matches."""
         character = self._take()
-        if character in self._classes:
-            return self._classes[character]
         if character.lower() in self._classes:
-            return complement(self._classes[character.lower()])
+            ranges = self._classes[character.lower()]()
+            return ranges if character.islower() else complement(ranges)
+        if character in "pP":
+            return self._property(character == "P")
         if character in _CONTROL_ESCAPES:
             code = ord(_CONTROL_ESCAPES[character])
-        elif character in _PUNCTUATION:
-            code = ord(character)
         elif character in _HEXADECIMAL:
             code = self._hexadecimal(_HEXADECIMAL[character])
+        elif character.isascii() and not character.isalnum() and character not in "<>":
+            code = ord(character)
         else:
             raise NotRegular(f"the escape \\{character} is not supported")
         return [(code, code)]
 
     def _hexadecimal(self, digits: int) -> int:
-        text = "".join(self._take() for _ in range(digits))
-        if not set(text) <= set("0123456789abcdefABCDEF"):
+        if self._skip("{"):
+            end = self._pattern.find("}", self._position)
+            text = self._pattern[self._position : max(end, self._position)]
+            self._position = end + 1
+        else:
+            text = "".join(self._take() for _ in range(digits))
+        if not text or not set(text) <= set("0123456789abcdefABCDEF") or len(text) > 8:
             raise NotRegular(f"{text!r} is not a hexadecimal number")
         return int(text, 16)
 
-    def _class(self) -> Ranges:
-        """Read a character class after its ``[`` and return its characters."""
-        negated = self._skip("^")
-        ranges: list[tuple[int, int]] = []
-        if self._peek() in ("]", "-"):
-            raise NotRegular("']' and '-' at the start of a class are not supported")
-        while not self._skip("]"):
-            part = self._class_part()
-            following = self._pattern[self._position : self._position + 2]
-            if not following.startswith("-") or following == "-]":
-                ranges += part
-                continue
-            self._take()
-            end = self._class_part()
-            if not (_is_one_character(part) and _is_one_character(end)) or end[0] < part[0]:
-                raise NotRegular("invalid range in a class")
-            ranges.append((part[0][0], end[0][0]))
+    def _property(self, negated: bool) -> Ranges:
+        """Read the name of a general category after ``\\p`` and return its characters."""
+        name = self._take()
+        if name == "{":
+            end = self._pattern.find("}", self._position)
+            name = self._pattern[self._position : max(end, self._position)]
+            self._position = end + 1
+        if name.startswith("^"):
+            name = name[1:]
+            negated = not negated
+        ranges = category_ranges(name)
+        if ranges is None or self._flags.ignore_case:
+            raise NotRegular(f"the Unicode property {name!r} is not supported")
         return complement(ranges) if negated else ranges
 
-    def _class_part(self) -> Ranges:
+    def _class(self) -> Ranges:
+        """Read a character class after its ``[`` and return its characters."""
+        self._nesting += 1
+        if self._nesting > MAX_NESTING:
+            raise NotRegular("classes are nested too deeply")
+        negated = self._skip("^")
+        ranges: list[tuple[int, int]] = []
+        while self._skip("-"):
+            ranges.append((0x2D, 0x2D))
+        if not ranges and self._skip("]"):
+            ranges.append((0x5D, 0x5D))
+        left: Ranges | None = None
+        operator = ""
+        while True:
+            following = self._pattern[self._position : self._position + 2]
+            if following in ("&&", "--", "~~") or following.startswith("]"):
+                left = ranges if left is None else _combined(left, operator, ranges)
+                if self._skip("]"):
+                    break
+                operator = following
+                self._position += 2
+                ranges = []
+            else:
+                ranges += self._class_item()
+        self._nesting -= 1
+        if self._flags.ignore_case:
+            left = _both_cases(left)
+        return complement(left) if negated else left
+
+    def _class_item(self) -> Ranges:
+        """Read one item of a character class: a character, a range, an escape or a class."""
+        named = _ASCII_CLASS.match(self._pattern, self._position)
+        if named is not None and named[2] in _ASCII_CLASSES:
+            self._position = named.end()
+            ranges = _ASCII_CLASSES[named[2]]
+            return complement(ranges) if named[1] else ranges
+        if self._skip("["):
+            return self._class()
+        is_class = self._pattern[self._position : self._position + 2].lower() in {
+            "\\" + letter for letter in (*self._classes, "p")
+        }
+        part = self._class_character()
+        following = self._pattern[self._position : self._position + 2]
+        if is_class or not following.startswith("-") or following in ("-]", "--"):
+            return part
+        self._take()
+        end = self._class_character()
+        if len(end) != 1 or end[0][0] != end[0][1] or end[0] < part[0]:
+            raise NotRegular("invalid range in a class")
+        return [(part[0][0], end[0][0])]
+
+    def _class_character(self) -> Ranges:
         """Read one character or escape of a character class and return its characters."""
         character = self._take()
-        # Rust has nested classes, and the operators &&, -- and ~~.
-        if character == "[" or (character in "&-~" and self._peek() == character):
-            raise NotRegular("operators in classes are not supported")
         if character == "\\":
             return self._escape()
         return [(ord(character), ord(character))]
 
 
-def _is_one_character(ranges: Ranges) -> bool:
-    return len(ranges) == 1 and ranges[0][0] == ranges[0][1]
+def _combined(left: Ranges, operator: str, right: Ranges) -> Ranges:
+    """Apply the operator ``&&``, ``--`` or ``~~`` of character classes."""
+    if operator == "&&":
+        return intersection(left, right)
+    if operator == "--":
+        return intersection(left, complement(right))
+    return [*intersection(left, complement(right)), *intersection(complement(left), right)]
+
+
+def _both_cases(ranges: Ranges) -> Ranges:
+    """Add the other case of each letter; raise `NotRegular` for letters outside ASCII."""
+    out = list(ranges)
+    for low, high in ranges:
+        if high > 0x7F:
+            if low <= 0x80 and high == MAX_CHARACTER:  # all characters outside ASCII
+                out += [(ord(letter), ord(letter)) for letter in "kKsS"]
+            elif high - low > 1000 or any(map(_has_case, range(max(low, 0x80), high + 1))):
+                raise NotRegular("(?i) is only supported for ASCII letters")
+        for first, offset in ((0x41, 0x20), (0x61, -0x20)):
+            start = max(low, first)
+            end = min(high, first + 25)
+            if start <= end:
+                out.append((start + offset, end + offset))
+        for letter, other in _FOLDED.items():
+            if low <= ord(letter) <= high or low <= ord(letter.upper()) <= high:
+                out.append((other, other))
+    return out
+
+
+def _has_case(code: int) -> bool:
+    character = chr(code)
+    return character.lower() != character or character.upper() != character

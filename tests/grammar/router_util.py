@@ -32,6 +32,8 @@ class Grammar:
         Specification to compile instead of the schema.
     backend
         Backend; by default, one with a vocabulary of single bytes.
+    automaton
+        Serialized automaton of the grammar; None if there is none.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Grammar:
         rules: str = "",
         spec: GrammarSpec | None = None,
         backend: LLGuidanceBackend | None = None,
+        automaton: bytes | None = None,
     ):
         backend = backend or _backend()
         if spec is not None:
@@ -49,12 +52,14 @@ class Grammar:
         if rules:
             grammar = json.dumps({"grammars": [{"lark_grammar": f"%llguidance {{}}\n{rules}"}]})
         unchanged = GrammarSpec("json_schema", json.dumps(schema))
-        self._compiled = backend.load(unchanged, Prepared(grammar, (), None))
+        self._compiled = backend.load(unchanged, Prepared(grammar, (), automaton))
 
     @classmethod
-    def routed(cls, found: Route, backend: LLGuidanceBackend | None = None) -> Grammar:
+    def routed(
+        cls, found: Route, backend: LLGuidanceBackend | None = None, automaton: bytes | None = None
+    ) -> Grammar:
         """Return the grammar that a route compiles."""
-        return cls(found.schema, found.rules, backend=backend)
+        return cls(found.schema, found.rules, backend=backend, automaton=automaton)
 
     def matcher(self) -> Matcher:
         """Return a matcher at the start of the grammar."""

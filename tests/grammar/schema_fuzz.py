@@ -27,7 +27,9 @@ import jsonschema
 from guide_util import BYTES
 from router_util import Grammar
 
-from graft.grammar import GrammarError, LLGuidanceBackend, Matcher, Vocabulary
+from graft.grammar import GrammarError, GrammarSpec, LLGuidanceBackend, Matcher, Route, Vocabulary
+from graft.grammar.automaton.lower import compile_automaton
+from graft.grammar.resolve import ResolvedGrammar
 from graft.grammar.schema.router import route
 
 __all__ = ["Outcome", "check_random_schema", "judge", "random_schema", "walk"]
@@ -75,7 +77,8 @@ class Outcome(NamedTuple):
     Attributes
     ----------
     status
-        ``exact``, ``refused``, ``impossible``, or ``endless`` if jsonschema would not terminate.
+        ``exact``, ``automaton`` (exact, and an automaton was checked), ``refused``, ``impossible``,
+        or ``endless`` if jsonschema would not terminate.
     problems
         Description of each violation.
     texts
@@ -627,7 +630,11 @@ def _quoted(value: Any) -> str:
 
 
 def check_random_schema(
-    seed: int, texts: int = 6, values: int = 10, backend: LLGuidanceBackend | None = None
+    seed: int,
+    texts: int = 6,
+    values: int = 10,
+    backend: LLGuidanceBackend | None = None,
+    automata: bool = False,
 ) -> Outcome:
     """Generate a schema from a seed and check its grammar.
 
@@ -639,6 +646,8 @@ def check_random_schema(
         Numbers of texts and values.
     backend
         Backend with another vocabulary. One more text is generated with it.
+    automata
+        Whether the schema's automaton is checked, if it has one, instead of LLGuidance's matcher.
     """
     rng = random.Random(seed)
     schema = random_schema(rng)
@@ -668,11 +677,12 @@ def check_random_schema(
         if valid and any("allows no output (" in reason.why for reason in found.reasons):
             report(f"refused as impossible ({found.refusal()}), but {valid[0]!r} is valid")
         return Outcome("refused", problems)
-    grammar = Grammar.routed(found)
+    automaton = automaton_of(found) if automata else None
+    grammar = Grammar.routed(found, automaton=automaton)
     count = 0
     walks = [(grammar.matcher(), BYTES) for _ in range(texts)]
     if backend is not None:
-        walks.append((Grammar.routed(found, backend).matcher(), backend.vocabulary))
+        walks.append((Grammar.routed(found, backend, automaton).matcher(), backend.vocabulary))
     for matcher, vocabulary in walks:
         try:
             out = walk(matcher, vocabulary, rng)
@@ -708,4 +718,11 @@ def check_random_schema(
         text = with_repeated_name(value, rng)
         if text and grammar.accepts(text) and not is_valid(parse(text)):
             report(f"accepts {text}")
-    return Outcome("exact", problems, count, (len(valid), len(invalid)), excused)
+    status = "exact" if automaton is None else "automaton"
+    return Outcome(status, problems, count, (len(valid), len(invalid)), excused)
+
+
+def automaton_of(found: Route) -> bytes | None:
+    """Return the serialized automaton of a routed schema; None if there is none."""
+    spec = GrammarSpec("json_schema", json.dumps(found.schema))
+    return compile_automaton(ResolvedGrammar(spec, "llguidance", found.schema, rules=found.rules))

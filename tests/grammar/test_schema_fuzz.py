@@ -14,20 +14,24 @@ from graft.grammar import LLGuidanceBackend, Vocabulary
 pytest.importorskip("llguidance")
 
 
-def check_seeds(seeds: range, backend: LLGuidanceBackend | None = None) -> None:
-    """Check the schemas of some seeds.
+def check_seeds(
+    seeds: range, backend: LLGuidanceBackend | None = None, automata: bool = False
+) -> collections.Counter[str]:
+    """Check the schemas of some seeds, and return how many have each status.
 
     No output is invalid, no walk ends early, and no value is refused without a reason.
     """
     problems = []
     statuses: collections.Counter[str] = collections.Counter()
     for seed in seeds:
-        outcome = check_random_schema(seed, backend=backend)
+        outcome = check_random_schema(seed, backend=backend, automata=automata)
         problems += outcome.problems
         statuses[outcome.status] += 1
     print(f"seeds {seeds.start} to {seeds.stop - 1}: {dict(statuses)}")
     assert problems == []
-    assert statuses["exact"] > 0.6 * len(seeds) and statuses["refused"] < 0.25 * len(seeds)
+    exact = statuses["exact"] + statuses["automaton"]
+    assert exact > 0.6 * len(seeds) and statuses["refused"] < 0.25 * len(seeds)
+    return statuses
 
 
 @pytest.mark.parametrize(
@@ -35,6 +39,14 @@ def check_seeds(seeds: range, backend: LLGuidanceBackend | None = None) -> None:
 )
 def test_random_schemas_are_enforced_exactly(seeds: range):
     check_seeds(seeds)
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(150, 250), pytest.param(range(30_000, 40_000), marks=pytest.mark.full)], ids=str
+)
+def test_automata_of_random_schemas_are_exact(seeds: range):
+    statuses = check_seeds(seeds, automata=True)
+    assert statuses["automaton"] > statuses["exact"]
 
 
 @pytest.mark.full

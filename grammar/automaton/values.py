@@ -1,0 +1,442 @@
+"""Reading of JSON schemas as sets of JSON values, as LLGuidance reads them.
+
+`SchemaReader` converts a schema, in the form that `graft.grammar.schema.router.route` returns, to a
+set of values (`Values`), and intersects the sets of keywords that apply to the same value. The
+sets keep the order of properties. LLGuidance intersects the keywords of a schema in the order in
+which they occur, so this order decides the order of the properties.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from graft.grammar.automaton.formats import FORMATS
+from graft.grammar.automaton.numbers import NumberRange, divisor_of
+from graft.grammar.automaton.strings import StringSet, matches_name
+from graft.grammar.regular.regex import NotRegular
+from graft.grammar.schema.documents import dialect, word_set
+from graft.grammar.schema.reasons import NoExactForm
+from graft.grammar.schema.references import References
+
+__all__ = [
+    "ANYTHING",
+    "NOTHING",
+    "NULL",
+    "Anything",
+    "Arrays",
+    "Booleans",
+    "Null",
+    "Objects",
+    "Reference",
+    "SchemaReader",
+    "Union",
+    "Values",
+]
+
+#: Maximum number of sets that reading a schema may create.
+MAX_SETS = 50_000
+#: Maximum nesting of intersections, as in LLGuidance.
+_MAX_NESTING = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Anything:
+    """All JSON values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Null:
+    """The value null."""
+
+
+@dataclass(frozen=True, slots=True)
+class Booleans:
+    """Both booleans or, if `value` is not None, one of them."""
+
+    value: bool | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Arrays:
+    """Arrays whose first items are in the sets `prefix`, and whose other items are in `items`."""
+
+    prefix: list[Values] = field(default_factory=list)
+    items: Values | None = None
+    low: int = 0
+    high: int | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Objects:
+    """Objects whose properties are in sets by name, or by a pattern that the name matches.
+
+    Attributes
+    ----------
+    properties
+        Sets of values by name.
+    patterns
+        Sets of values by pattern. No name matches several patterns.
+    additional
+        Set of the values of all other properties; None if they may have any value.
+    required
+        Names of required properties, as the keys of a dictionary, in order.
+    low, high
+        Minimum and maximum number of properties; no maximum if `high` is None.
+    """
+
+    properties: dict[str, Values] = field(default_factory=dict)
+    patterns: dict[str, Values] = field(default_factory=dict)
+    additional: Values | None = None
+    required: dict[str, None] = field(default_factory=dict)
+    low: int = 0
+    high: int | None = None
+
+    def values_of(self, name: str) -> Values:
+        """Return the set of the values that the property `name` may have."""
+        if name in self.properties:
+            return self.properties[name]
+        for pattern, values in self.patterns.items():
+            if matches_name(pattern, name):
+                return values
+        return self.additional or ANYTHING
+
+
+@dataclass(eq=False, slots=True)
+class Union:
+    """Values that are in at least one of several sets; no values without `options`."""
+
+    options: list[Values]
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The values of the schema to which a reference refers."""
+
+    target: str
+
+
+Values = Anything | Null | Booleans | NumberRange | StringSet | Arrays | Objects | Union | Reference
+
+ANYTHING = Anything()
+NULL = Null()
+NOTHING = Union([])
+_BOOLEANS = Booleans()
+_TYPES = ("null", "boolean", "number", "string", "array", "object")
+#: Keywords that apply other schemas or values to the same value.
+_APPLICATORS = frozenset(["const", "enum", "allOf", "anyOf", "oneOf", "$ref"])
+_ASSERTIONS = word_set(
+    """type items additionalItems prefixItems minItems maxItems properties additionalProperties
+    patternProperties required minProperties maxProperties minLength maxLength pattern format
+    minimum maximum exclusiveMinimum exclusiveMaximum multipleOf"""
+)
+#: Keywords that list the properties or items to which a keyword does not apply.
+_LISTED = {"additionalProperties": "properties", "items": "prefixItems"}
+#: Keywords that LLGuidance does not know before a draft. A schema of only such keywords and
+#: annotations allows any value.
+_SINCE = {"const": 6, "prefixItems": 2019}
+
+
+class SchemaReader:
+    """Reads the subschemas of one document; `root` is the document.
+
+    Raise `NotRegular` if a keyword is not supported, or if the schema is too large.
+    """
+
+    def __init__(self, root: Any):
+        self._references: References | None = None
+        self._root = root
+        draft = dialect(root, 2020)
+        self._unknown = frozenset(key for key, since in _SINCE.items() if draft < since)
+        self._has_prefix_items = draft >= 2020
+        self._targets: dict[str, Values] = {}
+        self._count = 0
+
+    def resolve(self, reference: Reference) -> Values:
+        """Return the set of values of a reference's target."""
+        values = self._targets.get(reference.target)
+        if values is None:
+            if self._references is None:
+                self._references = References(self._root)
+            try:
+                schema = self._references.resolve(reference.target)
+            except NoExactForm as error:
+                raise NotRegular(str(error)) from None
+            values = self.read(schema)
+            self._targets[reference.target] = values
+        return values
+
+    def read(self, schema: Any) -> Values:
+        """Return the set of values that a schema allows."""
+        if isinstance(schema, bool):
+            return ANYTHING if schema else NOTHING
+        if not isinstance(schema, dict):
+            raise NotRegular("a schema must be an object or a boolean")
+        self._count += 1
+        if self._count > MAX_SETS:
+            raise NotRegular("the schema is too large")
+        if all(
+            (key not in _APPLICATORS and key not in _ASSERTIONS) or key in self._unknown
+            for key in schema
+        ):
+            return ANYTHING
+        result: Values = ANYTHING
+        assertions: dict[str, Any] = {}
+        for key, value in schema.items():
+            if key in _APPLICATORS:
+                result = self.intersect(result, self._read_assertions(schema, assertions))
+                assertions = {}
+                result = self._apply(result, key, value)
+            elif key in _ASSERTIONS:
+                assertions[key] = value
+                # The schema of additional properties depends on the names of the listed ones, and
+                # the schema of further items on the number of the first ones.
+                listed = _LISTED.get(key)
+                if listed is not None and listed in schema and listed not in assertions:
+                    parts = schema[listed]
+                    if isinstance(parts, dict):
+                        assertions[listed] = dict.fromkeys(parts, True)
+                    else:
+                        assertions[listed] = [True] * len(parts)
+        return self.intersect(result, self._read_assertions(schema, assertions))
+
+    def _apply(self, values: Values, key: str, argument: Any) -> Values:
+        """Return the values that also satisfy a keyword in `_APPLICATORS`."""
+        if key == "$ref":
+            return self.intersect(values, Reference(argument))
+        if key == "const":
+            return self.intersect(values, _constant(argument))
+        if key == "enum":
+            return self.intersect(values, Union(list(map(_constant, argument))))
+        if key == "anyOf":
+            return self.intersect(values, _union(list(map(self.read, argument))))
+        if key == "allOf":
+            for part in argument:
+                values = self.intersect(values, self.read(part))
+            return values
+        raise NotRegular(f"keyword {key!r} is not supported")
+
+    def _read_assertions(self, schema: dict[str, Any], assertions: dict[str, Any]) -> Values:
+        """Return the values that satisfy some keywords of a schema, which are no applicators."""
+        if not assertions:
+            return ANYTHING
+        types = schema.get("type", _TYPES)
+        if isinstance(types, str):
+            return self._read_type(types, assertions)
+        options = [self._read_type(name, assertions) for name in types]
+        return options[0] if len(options) == 1 else Union(options)
+
+    def _read_type(self, name: str, assertions: dict[str, Any]) -> Values:
+        if name == "string":
+            return _read_string(assertions)
+        if name == "object":
+            return self._read_object(assertions)
+        if name == "array":
+            return self._read_array(assertions)
+        if name in ("integer", "number"):
+            return _read_number(assertions, name == "integer")
+        if name == "boolean":
+            return _BOOLEANS
+        if name == "null":
+            return NULL
+        raise NotRegular(f"type {name!r} is not supported")
+
+    def _read_array(self, assertions: dict[str, Any]) -> Arrays:
+        prefix = assertions.get("prefixItems")
+        items = assertions.get("items")
+        additional = assertions.get("additionalItems")
+        if isinstance(items, list):
+            prefix, items = items, additional
+        elif not self._has_prefix_items or additional is not None:
+            prefix = None
+        return Arrays(
+            [self.read(item) for item in prefix or ()],
+            None if items is None else self.read(items),
+            _count(assertions, "minItems") or 0,
+            _count(assertions, "maxItems"),
+        )
+
+    def _read_object(self, assertions: dict[str, Any]) -> Values:
+        read = self.read
+        properties = {
+            name: read(part) for name, part in (assertions.get("properties") or {}).items()
+        }
+        patterns = {
+            name: read(part) for name, part in (assertions.get("patternProperties") or {}).items()
+        }
+        for name in properties if patterns else ():
+            for pattern, values in patterns.items():
+                if matches_name(pattern, name):
+                    properties[name] = self.intersect(properties[name], values)
+                    break
+        additional = assertions.get("additionalProperties")
+        return _objects(
+            Objects(
+                properties,
+                patterns,
+                None if additional is None else read(additional),
+                dict.fromkeys(assertions.get("required") or ()),
+                _count(assertions, "minProperties") or 0,
+                _count(assertions, "maxProperties"),
+            )
+        )
+
+    def intersect(self, one: Values, other: Values, nesting: int = 0) -> Values:
+        """Return the values that are in both sets. Properties keep the order of `one`."""
+        if one is ANYTHING:
+            return other
+        if other is ANYTHING:
+            return one
+        self._count += 1
+        if nesting > _MAX_NESTING or self._count > MAX_SETS:
+            raise NotRegular("the schema is too large, or combined with itself")
+        nesting += 1
+        if isinstance(one, Reference):
+            return self.intersect(self.resolve(one), other, nesting)
+        if isinstance(other, Reference):
+            return self.intersect(one, self.resolve(other), nesting)
+        if isinstance(one, Union):
+            return _union([self.intersect(option, other, nesting) for option in one.options])
+        if isinstance(other, Union):
+            return _union([self.intersect(one, option, nesting) for option in other.options])
+        if isinstance(one, Objects) and isinstance(other, Objects):
+            return self._intersect_objects(one, other, nesting)
+        if isinstance(one, Arrays) and isinstance(other, Arrays):
+            return self._intersect_arrays(one, other, nesting)
+        if isinstance(one, StringSet) and isinstance(other, StringSet):
+            return one.intersect(other)
+        if isinstance(one, NumberRange) and isinstance(other, NumberRange):
+            return one.intersect(other)
+        if isinstance(one, Booleans) and isinstance(other, Booleans):
+            if one.value is None or one.value == other.value:
+                return other
+            return one if other.value is None else NOTHING
+        if isinstance(one, Null) and isinstance(other, Null):
+            return NULL
+        return NOTHING
+
+    def _intersect_optional(
+        self, one: Values | None, other: Values | None, nesting: int
+    ) -> Values | None:
+        if one is None or other is None:
+            return other if one is None else one
+        return self.intersect(one, other, nesting)
+
+    def _intersect_arrays(self, one: Arrays, other: Arrays, nesting: int) -> Arrays:
+        length = max(len(one.prefix), len(other.prefix))
+        prefixes = []
+        for part in (one, other):
+            rest = part.items or ANYTHING
+            prefixes.append([*part.prefix, *[rest] * (length - len(part.prefix))])
+        return Arrays(
+            [self.intersect(a, b, nesting) for a, b in zip(*prefixes, strict=True)],
+            self._intersect_optional(one.items, other.items, nesting),
+            max(one.low, other.low),
+            _smaller(one.high, other.high),
+        )
+
+    def _intersect_objects(self, one: Objects, other: Objects, nesting: int) -> Values:
+        properties = {}
+        for name, values in one.properties.items():
+            properties[name] = self.intersect(values, other.values_of(name), nesting)
+        for name, values in other.properties.items():
+            if name not in properties:
+                properties[name] = self.intersect(one.values_of(name), values, nesting)
+        patterns: dict[str, Values] = {}
+        for pattern, values in one.patterns.items():
+            there = other.patterns.get(pattern, other.additional)
+            patterns[pattern] = self.intersect(
+                values, ANYTHING if there is None else there, nesting
+            )
+        for pattern, values in other.patterns.items():
+            if pattern not in patterns:
+                here = one.additional or ANYTHING
+                patterns[pattern] = self.intersect(values, here, nesting)
+        return _objects(
+            Objects(
+                properties,
+                patterns,
+                self._intersect_optional(one.additional, other.additional, nesting),
+                {**one.required, **other.required},
+                max(one.low, other.low),
+                _smaller(one.high, other.high),
+            )
+        )
+
+
+def _objects(objects: Objects) -> Values:
+    most = objects.high
+    is_empty = most is not None and (objects.low > most or len(objects.required) > most)
+    return NOTHING if is_empty else objects
+
+
+def _union(options: list[Values]) -> Values:
+    """Return the union of sets; `ANYTHING` if it is one of them."""
+    found: list[Values] = []
+    for option in options:
+        if option is ANYTHING:
+            return ANYTHING
+        if isinstance(option, Union):
+            found += option.options
+        else:
+            found.append(option)
+    return found[0] if len(found) == 1 else Union(found)
+
+
+def _smaller(one: int | None, other: int | None) -> int | None:
+    return min((bound for bound in (one, other) if bound is not None), default=None)
+
+
+def _count(assertions: dict[str, Any], keyword: str) -> int | None:
+    value = assertions.get(keyword)
+    if value is not None and (type(value) is not int or value < 0):
+        raise NotRegular(f"{keyword} is not a number of values")
+    return value
+
+
+def _read_string(assertions: dict[str, Any]) -> StringSet:
+    patterns: list[tuple[str, str]] = []
+    if "pattern" in assertions:
+        patterns.append(("search", assertions["pattern"]))
+    if "format" in assertions:
+        if assertions["format"] not in FORMATS:
+            raise NotRegular(f"format {assertions['format']!r} is not supported")
+        patterns.append(("match", FORMATS[assertions["format"]]))
+    return StringSet(
+        _count(assertions, "minLength") or 0, _count(assertions, "maxLength"), tuple(patterns)
+    )
+
+
+def _read_number(assertions: dict[str, Any], integer: bool) -> NumberRange:
+    bounds = {}
+    for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+        value = assertions.get(keyword)
+        if isinstance(value, bool):  # draft 4
+            value = assertions.get(keyword.removeprefix("exclusive").lower()) if value else None
+        bounds[keyword] = None if value is None else float(value)
+    divisor = assertions.get("multipleOf")
+    return NumberRange(
+        integer,
+        bounds["minimum"],
+        bounds["maximum"],
+        bounds["exclusiveMinimum"],
+        bounds["exclusiveMaximum"],
+        None if divisor is None else divisor_of(divisor),
+    )
+
+
+def _constant(value: Any) -> Values:
+    """Return the set of one value. An object's properties have the order of the value."""
+    if value is None:
+        return NULL
+    if isinstance(value, bool):
+        return Booleans(value)
+    if isinstance(value, str):
+        return StringSet(patterns=(("text", value),))
+    if isinstance(value, int | float):
+        integer = isinstance(value, int) and -(1 << 63) <= value < 1 << 63
+        return NumberRange(integer, float(value), float(value))
+    if isinstance(value, list):
+        return Arrays(list(map(_constant, value)), NOTHING, len(value), len(value))
+    properties = {name: _constant(part) for name, part in value.items()}
+    return Objects(properties, additional=NOTHING, required=dict.fromkeys(properties))

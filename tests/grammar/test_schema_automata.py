@@ -1,0 +1,363 @@
+"""Automata of JSON schemas, compared with LLGuidance and with a slow matcher of their rules."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from typing import Any
+
+import pytest
+from mask_walks import require_equal_walks, require_oracle_walks
+
+from graft.grammar import GrammarError, GrammarSpec
+from graft.grammar.automaton.formats import FORMATS
+from graft.grammar.automaton.lower import compile_automaton, lower
+from graft.grammar.regular.regex import NotRegular
+from graft.grammar.resolve import resolve_for_backend
+
+NULL = {"type": "null"}
+INTEGER = {"type": "integer"}
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
+
+
+def closed(properties: dict[str, Any], required: list[str] | None = None) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties) if required is None else required,
+        "additionalProperties": False,
+    }
+
+
+SCHEMAS: dict[str, Any] = {
+    "any": {},
+    "array": {"type": "array"},
+    "object": {"type": "object"},
+    "no_type": {"minLength": 2, "minimum": 3, "required": ["a"]},
+    "additional": {"type": "object", "properties": {"id": INTEGER, "idx": {"type": "boolean"}}},
+    "additional_schema": {
+        "type": "object",
+        "properties": {"id": INTEGER},
+        "additionalProperties": {"type": "string"},
+    },
+    "map": {"type": "object", "additionalProperties": INTEGER},
+    "required_order": {"type": "object", "required": ["b", "a"], "properties": {"a": NULL}},
+    "pattern_properties": {
+        "type": "object",
+        "patternProperties": {"^x-": INTEGER},
+        "additionalProperties": False,
+    },
+    "pattern_and_names": {
+        "type": "object",
+        "properties": {"x-a": {"type": "boolean"}, "b": {}},
+        "patternProperties": {"^x-": {}, "^[0-9]+$": {"type": "string"}},
+        "additionalProperties": NULL,
+    },
+    "property_names": {
+        "type": "object",
+        "propertyNames": {"pattern": "^[a-c]+$"},
+        "additionalProperties": INTEGER,
+    },
+    "prefix": {
+        "type": "array",
+        "prefixItems": [INTEGER, {"type": "string"}, NULL],
+        "items": {"type": "boolean"},
+        "minItems": 2,
+    },
+    "items_before_prefix": {"type": "array", "items": NULL, "prefixItems": [INTEGER]},
+    "prefix_ends": {"type": "array", "prefixItems": [INTEGER, NULL], "items": False},
+    "prefix_bounds": {"type": "array", "prefixItems": [INTEGER, NULL], "maxItems": 1},
+    "prefix_and_more": {"type": "array", "prefixItems": [NULL], "minItems": 3, "maxItems": 5},
+    "old_items": {"$schema": DRAFT_7, "type": "array", "items": [INTEGER], "additionalItems": NULL},
+    "nested_bounds": {
+        "type": "array",
+        "items": {"type": "array", "items": INTEGER, "maxItems": 2},
+        "minItems": 2,
+        "maxItems": 3,
+    },
+    "list": {
+        "$ref": "#/$defs/n",
+        "$defs": {"n": closed({"v": INTEGER, "next": {"$ref": "#/$defs/n"}}, [])},
+    },
+    "tree": {
+        "type": "object",
+        "properties": {"c": {"type": "array", "items": {"$ref": "#"}}},
+        "required": ["c"],
+    },
+    "pointers": {
+        "$defs": {"x/y": {"anyOf": [{"type": "string", "maxLength": 2}]}, "p q": NULL},
+        "anyOf": [{"$ref": "#/$defs/x~1y/anyOf/0"}, {"$ref": "#/$defs/p%20q"}],
+    },
+    "ref_and_keywords": {
+        "$defs": {"o": {"type": "object", "properties": {"a": INTEGER}, "required": ["a"]}},
+        "$ref": "#/$defs/o",
+        "properties": {"b": NULL},
+    },
+    "any_of_required": {
+        "type": "object",
+        "properties": {"a": INTEGER, "b": {"type": "string"}},
+        "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+    },
+    "any_of_properties": {
+        "type": "object",
+        "anyOf": [{"properties": {"z": INTEGER}}, {"properties": {"y": NULL}, "required": ["y"]}],
+        "properties": {"a": {}},
+        "required": ["a"],
+    },
+    "any_of_alike": {
+        "anyOf": [
+            closed({"k": {"const": "a"}, "v": INTEGER}),
+            closed({"k": {"const": "b"}, "v": {"type": "array", "items": NULL}}),
+            {"type": "array", "items": INTEGER},
+        ]
+    },
+    "all_of": {
+        "allOf": [
+            {"type": "object", "properties": {"a": INTEGER}},
+            {"properties": {"a": {"minimum": 3}, "b": NULL}, "required": ["b"]},
+        ]
+    },
+    "all_of_strings": {
+        "type": "string",
+        "allOf": [{"pattern": "^a"}, {"pattern": "b$"}, {"maxLength": 5}],
+    },
+    "pattern_and_length": {"type": "string", "pattern": "^[a-z]*$", "minLength": 2, "maxLength": 4},
+    "pattern_and_format": {"type": "string", "pattern": "5", "format": "date"},
+    "enum": {"enum": ["a", 'é\n"', 1, 1.5, -2, 1e30, None, True, [1, "x", []], {"b c": {"d": []}}]},
+    "enum_of_types": {"type": ["integer", "string"], "enum": ["a", 1, 1.5, None]},
+    "const": {"const": {"a": [1, {"b": None}]}},
+    "keys": closed({'a"b': {}, "é": NULL, "x\ny": NULL, "\\": NULL, "日本": NULL}, []),
+    "keys_and_others": {"type": "object", "properties": {'a"b': NULL, "x\ny": NULL}},
+    "at_least_one": {**closed({"a": NULL, "b": NULL}, []), "minProperties": 1},
+    "at_least_two": {**closed({"a": NULL, "b": NULL, "c": NULL}, ["b"]), "minProperties": 2},
+    "at_most_one": {**closed({"a": NULL, "b": NULL}, []), "maxProperties": 1},
+    "number_of_properties": {
+        "type": "object",
+        "minProperties": 1,
+        "maxProperties": 3,
+        "additionalProperties": NULL,
+    },
+    "forbidden_property": {"type": "object", "properties": {"a": False, "b": NULL}},
+    "unsatisfiable_name": {
+        "type": "object",
+        "patternProperties": {"^id$": {"type": "integer", "maximum": 3}},
+        "required": ["id"],
+        "additionalProperties": False,
+    },
+    "one_of": {"oneOf": [INTEGER, {"type": "string"}]},
+    "dependent": {**closed({"a": NULL, "b": NULL}, []), "dependentRequired": {"a": ["b"]}},
+    "unique_enum": {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True},
+    "lengths": {"type": "string", "minLength": 1, "maxLength": 3},
+    **{f"format {name}": {"type": "string", "format": name} for name in FORMATS},
+}
+#: Schemas that the router refuses.
+REFUSED = {"format hostname", "format unknown"}
+
+
+@pytest.mark.parametrize("name", SCHEMAS.keys() - REFUSED)
+def test_schema_automaton_has_masks_of_llguidance(name: str):
+    require_equal_walks(GrammarSpec.json_schema(SCHEMAS[name]))
+
+
+@pytest.mark.parametrize("whitespace", ["compact", "any", 2])
+@pytest.mark.parametrize("name", ["additional", "prefix", "enum", "at_least_one", "list", "any"])
+def test_automaton_with_white_space_has_masks_of_llguidance(name: str, whitespace: Any):
+    require_equal_walks(GrammarSpec.json_schema(SCHEMAS[name], whitespace=whitespace))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("whitespace", ["compact", "any", 2, 20])
+@pytest.mark.parametrize("name", SCHEMAS.keys() - REFUSED)
+def test_any_automaton_with_white_space_has_masks_of_llguidance(name: str, whitespace: Any):
+    require_equal_walks(GrammarSpec.json_schema(SCHEMAS[name], whitespace=whitespace), 30)
+
+
+ORACLE_SCHEMAS = [
+    "additional",
+    "additional_schema",
+    "pattern_and_names",
+    "prefix",
+    "list",
+    "any_of_required",
+    "any_of_alike",
+    "pattern_and_length",
+    "enum",
+    "keys_and_others",
+    "number_of_properties",
+    "lengths",
+]
+
+
+@pytest.mark.parametrize("name", ORACLE_SCHEMAS)
+def test_schema_automaton_has_masks_of_rules(name: str):
+    require_oracle_walks(GrammarSpec.json_schema(SCHEMAS[name]), 2, 12)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SCHEMAS.keys() - REFUSED)
+def test_any_schema_automaton_has_masks_of_rules(name: str):
+    require_oracle_walks(GrammarSpec.json_schema(SCHEMAS[name]), 6, 40)
+
+
+BOUNDS = [
+    (0, None),
+    (10, None),
+    (-5, None),
+    (None, 0),
+    (None, -3),
+    (None, 17),
+    (-3, 12),
+    (5, 5),
+    (95, 1203),
+    (-12, -7),
+    (-0.5, 0.5),
+    (1.5, 2.25),
+    (16.87, 99.5),
+    (None, 16.87),
+    (2.5, 2.75),
+    (-2.75, -2.5),
+]
+
+
+@pytest.mark.parametrize("exclusive", [False, True])
+@pytest.mark.parametrize("low, high", BOUNDS)
+def test_number_automaton_has_masks_of_llguidance(low: Any, high: Any, exclusive: bool):
+    names = ("exclusiveMinimum", "exclusiveMaximum") if exclusive else ("minimum", "maximum")
+    bounds = dict(zip(names, (low, high), strict=True))
+    bounds = {name: bound for name, bound in bounds.items() if bound is not None}
+    compared = 0
+    for json_type in ("integer", "number"):
+        spec = GrammarSpec.json_schema({"type": json_type, **bounds})
+        try:
+            resolve_for_backend(spec, "llguidance")
+        except GrammarError:  # no number is between the bounds
+            continue
+        compared += require_equal_walks(spec, 30, 12)
+    assert compared or exclusive or isinstance(low, float)
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 5, 8, 20, 100, 0.5, 0.25, 0.05, 0.01])
+def test_multiples_automaton_has_masks_of_llguidance(divisor: float):
+    for keywords in ({"type": "number"}, {"type": "integer", "minimum": 0, "maximum": 1000}):
+        spec = GrammarSpec.json_schema({**keywords, "multipleOf": divisor})
+        require_equal_walks(spec, 20, 12)
+
+
+PATTERNS = [
+    "^[^a]$",
+    r'^["\\]$',
+    '^[^"]+$',
+    r'^[^"\n]*$',
+    "ab",
+    "^ab",
+    "b$",
+    r"^\d{2}-\w+$",
+    r"^\W\D$",
+    "^(a|b)c$",
+    "a|b",
+    "",
+    r"\n",
+    "^a|b$",
+    "(^a|b)c",
+    "^a$|^b$",
+    "a|^b|c$",
+    r"^\s\S$",
+    r"^[\w.-]+$",
+    r"^[\s\d]+$",
+    "^a+?b*?$",
+    "^(?:x|y){2,3}$",
+    "^(?<n>a)b$",
+    "^$",
+    "^",
+    "(foo)?$",
+    r"^(\([0-9]{3}\))?[0-9]{3}-[0-9]{4}$",
+    "^[$_a-z]{1,3}$",
+    r"^\/x",
+    "^[a-]$",
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_pattern_automaton_has_masks_of_llguidance(pattern: str):
+    require_equal_walks(GrammarSpec.json_schema({"type": "string", "pattern": pattern}), 20, 12)
+
+
+def test_listed_name_cannot_be_repeated_in_another_spelling():
+    """An escape sequence does not make a listed name another name."""
+    for schema in (SCHEMAS["additional"], SCHEMAS["additional_schema"]):
+        grammar = resolve_for_backend(GrammarSpec.json_schema(schema), "llguidance")
+        assert b"\\u0069" not in bytes_of_texts(lower(grammar), ['{"\\u0069d": "x"}', '{"i": "x"}'])
+
+
+def bytes_of_texts(rules: list[tuple[int, int, list[int]]], texts: list[str]) -> bytes:
+    """Return those texts that some rules match."""
+    from rule_matcher import RuleMatcher
+
+    matcher = RuleMatcher(rules)
+    found = [text.encode() for text in texts if matcher.accepts(text.encode())]
+    assert found
+    return b"".join(found)
+
+
+REFUSED_BY_LOWERING = {
+    "divisor": {"type": "integer", "multipleOf": 7},
+    "long_text": {"type": "string", "maxLength": 100_000},
+    "many_items": {"type": "array", "maxItems": 100_000},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_LOWERING)
+def test_lower_refuses_schema_without_known_rules(name: str):
+    spec = GrammarSpec.json_schema(REFUSED_BY_LOWERING[name])
+    with pytest.raises(NotRegular):
+        lower(resolve_for_backend(spec, "llguidance"))
+
+
+def test_rules_grow_with_schema_and_not_with_nesting():
+    """Each object is a rule, so ten levels with two references each have few rules."""
+    definitions = {
+        f"d{level}": closed(
+            {"a": {"$ref": f"#/$defs/d{level + 1}"}, "b": {"$ref": f"#/$defs/d{level + 1}"}}
+        )
+        for level in range(10)
+    }
+    schema = {"$ref": "#/$defs/d0", "$defs": {**definitions, "d10": NULL}}
+    grammar = resolve_for_backend(GrammarSpec.json_schema(schema), "llguidance")
+    assert len(lower(grammar)) == 11
+
+
+def test_rules_grow_linearly_with_optional_properties():
+    sizes = []
+    for count in (50, 100):
+        schema = closed({f"property_{index}": INTEGER for index in range(count)}, [])
+        grammar = resolve_for_backend(GrammarSpec.json_schema(schema), "llguidance")
+        sizes.append(sum(len(body) for _, _, body in lower(grammar)))
+    assert sizes[1] < 2.1 * sizes[0]
+
+
+def real_schemas(shared_data: Any, count: int) -> list[Any]:
+    """Return random JSON schemas of MaskBench and of SchemaStore."""
+    schemas = []
+    paths = [*(shared_data / "maskbench").glob("*.gz"), *(shared_data / "schemastore").glob("*.gz")]
+    for path in sorted(paths):
+        with gzip.open(path, "rt") as lines:
+            schemas += [json.loads(line)["schema"] for line in lines]
+    return random.Random(1).sample(schemas, count)
+
+
+@pytest.mark.parametrize("count, rows", [(30, 4), pytest.param(1000, 10, marks=pytest.mark.full)])
+def test_real_schema_automata_have_masks_of_llguidance(shared_data: Any, count: int, rows: int):
+    """At least 85 % of the schemas that the router accepts have automata."""
+    accepted = compared = 0
+    for index, schema in enumerate(real_schemas(shared_data, count)):
+        spec = GrammarSpec.json_schema(schema, strict=None if index % 2 else True)
+        try:
+            grammar = resolve_for_backend(spec, "llguidance")
+        except GrammarError:
+            continue
+        accepted += 1
+        if compile_automaton(grammar) is not None:
+            compared += 1
+            require_equal_walks(spec, rows, 40)
+    assert compared >= 0.85 * accepted
