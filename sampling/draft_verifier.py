@@ -146,7 +146,8 @@ class DraftVerifier:
         """Add the kernels that verify drafts and write `tokens`.
 
         The kernels read the arrays in place. Arrays of other libraries, such as CuPy and torch, are
-        wrapped with `Device.wrap`. `check` reports invalid values, which the kernels find.
+        wrapped with `Device.wrap`, which waits for their stream: wrap an array that is used again
+        once, and pass the result. `check` reports invalid values, which the kernels find.
 
         Parameters
         ----------
