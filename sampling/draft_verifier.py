@@ -44,7 +44,8 @@ class DraftVerifier:
 
     A chain of drafts continues each of `batch` sequences. The target model has computed the logits
     of the token after each draft. `add` adds the kernels that decide how many drafts are accepted,
-    and choose one more token. `verify_drafts` does the same for a single call.
+    and choose one more token. All calls of `add` use the same memory, so the work of one verifier
+    must run in order. `verify_drafts` does the same for a single call.
 
     Parameters
     ----------
