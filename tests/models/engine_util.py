@@ -100,8 +100,11 @@ class FixedDraftLengths:
 
 
 def task_request(task: Task, **options: Any) -> Request:
-    """Return a request with the prompt and grammar of a task."""
-    fields = {"max_tokens": 160, **options}
+    """Return a request with the prompt and grammar of a task.
+
+    If `options` has `max_tokens`, the output may be cut off.
+    """
+    fields = {"max_tokens": 160, "closing": "off" if "max_tokens" in options else "auto", **options}
     import llguidance  # noqa: F401 (tests of guided requests are skipped without a grammar library)
 
     return Request(prompt=task.text, grammar=task_grammar(task), **fields)

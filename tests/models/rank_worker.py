@@ -27,7 +27,7 @@ def workload() -> list[Request]:
 
     One prompt takes two prefill chunks.
     """
-    guided = [replace(r, max_tokens=24) for r in mixed_requests(4, seed=3)]
+    guided = mixed_requests(4, seed=3, max_tokens=24)
     free = Request(tokens=[300 + i % 90 for i in range(300)], max_tokens=12)
     coupled = {"temperature": 0.9, "top_p": 0.95, "verify": "coupled"}
     return [

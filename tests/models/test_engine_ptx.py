@@ -28,7 +28,7 @@ SCHEMA = {"type": "object", "properties": {"id": {"type": "integer"}, "ok": {"ty
 grammars = [None, GrammarSpec.regex("[a-f]{8}"), GrammarSpec.json_schema(SCHEMA)]
 modes = [{}, {"temperature": 0.9, "verify": "coupled"}, {"temperature": 0.9, "verify": "rejection"}]
 requests = [
-    Request(prompt="A value: ", grammar=grammar, max_tokens=8, seed=i, **mode)
+    Request(prompt="A value: ", grammar=grammar, max_tokens=8, closing="off", seed=i, **mode)
     for i, mode in enumerate(modes)
     for grammar in grammars
 ]

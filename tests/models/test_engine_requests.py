@@ -302,7 +302,7 @@ def acceptance_rate(outputs):
 def test_max_tokens_limits_output_length(engine):
     request = mixed_requests(1)[0]
     for max_tokens in range(1, 9):
-        (output,) = engine.generate([replace(request, max_tokens=max_tokens)])
+        (output,) = engine.generate([replace(request, max_tokens=max_tokens, closing="off")])
         assert output.reason == "length" and len(output.tokens) == max_tokens
 
 

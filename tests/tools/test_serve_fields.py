@@ -295,9 +295,9 @@ def test_chat_accepts_tool_call_without_arguments_in_history(post):
 
 def test_required_call_that_is_cut_is_not_returned_as_content(client):
     tools = [{"type": "function", "function": {"name": "person", "parameters": PERSON}}]
+    fields = {"tools": tools, "tool_choice": "required", "closing": "off"}
     for max_tokens in (1, 12):
-        response = chat(client, tools=tools, tool_choice="required", max_tokens=max_tokens)
-        [choice] = response.choices
+        [choice] = chat(client, max_tokens=max_tokens, **fields).choices
         assert choice.finish_reason == "length"
         assert choice.message.content == "" and not choice.message.tool_calls
 

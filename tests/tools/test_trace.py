@@ -138,7 +138,7 @@ def test_trace_rounds_report_waits_for_mask_rows(soft):
         Engine(*demo_model(), max_batch_size=1, draft_length=2) as engine,
         trace_rounds(engine) as trace,
     ):
-        engine.generate([Request(prompt="x", grammar=grammar, max_tokens=16)])
+        engine.generate([Request(prompt="x", grammar=grammar, max_tokens=16, closing="off")])
     expected = {}
     for key in trace.replays():
         end_ns: dict[str, int] = {}
