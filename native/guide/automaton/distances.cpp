@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <numeric>
 #include <queue>
 #include <tuple>
 #include <utility>
@@ -14,6 +15,35 @@ namespace {
 
 // Length in bytes that no text has. The lengths of longer texts count as kEndless - 1.
 constexpr int64_t kEndless = int64_t{1} << 40;
+
+// Lists of items by index, in one array.
+template <typename Item>
+class Lists {
+ public:
+  // `visit(add)` calls add(list, item) for each item. It is called twice.
+  template <typename Visit>
+  void fill(size_t num_lists, Visit visit) {
+    begins_.assign(num_lists + 1, 0);
+    visit([this](int32_t list, const Item&) { ++begins_[at(list)]; });
+    std::partial_sum(begins_.begin(), begins_.end(), begins_.begin());
+    items_.resize(at(begins_.back()));
+    visit([this](int32_t list, const Item& item) { items_[at(--begins_[at(list)])] = item; });
+  }
+
+  struct Range {
+    const Item* first;
+    const Item* last;
+    const Item* begin() const { return first; }
+    const Item* end() const { return last; }
+  };
+  Range operator[](int32_t list) const {
+    return {items_.data() + begins_[at(list)], items_.data() + begins_[at(list) + 1]};
+  }
+
+ private:
+  std::vector<int32_t> begins_;
+  std::vector<Item> items_;
+};
 
 // Maximum number of trie nodes that improve() visits, which takes about 100 ms.
 constexpr int64_t kMaxVisits = 20'000'000;
@@ -63,35 +93,46 @@ class DistanceSearch {
   }
 
   void list_sources() {
-    sources_.resize(at(machine_.num_states()));
-    callers_.resize(machine_.actions().size());
-    pushes_of_start_.resize(at(machine_.num_states()));
-    pushes_of_entry_.resize(at(machine_.num_entries()));
-    entries_of_state_.resize(at(machine_.num_states()));
+    const auto states = at(machine_.num_states());
+    const auto entries = at(machine_.num_entries());
+    const std::vector<Machine::Action>& actions = machine_.actions();
+    // Transitions and their results, without classes that have the result of the class before them.
+    std::vector<std::pair<int16_t, Source>> transitions;
     for (int32_t state = 0; state < machine_.num_states(); ++state) {
       int16_t previous = Machine::kDead;
       for (int32_t c = 0; c < machine_.num_classes(); ++c) {
         const int16_t next = machine_.of_class(state, c);
-        if (next == previous) continue;
+        if (next != previous && next != Machine::kDead) transitions.push_back({next, {state, c}});
         previous = next;
-        if (next >= 0) sources_[at(next)].push_back({state, c});
-        if (next < Machine::kDead) {
-          callers_[at(Machine::kFirstAction - next)].push_back({state, c});
-        }
       }
     }
-    for (size_t i = 0; i < machine_.actions().size(); ++i) {
-      const Machine::Action& action = machine_.actions()[i];
-      if (action.entry < 0) continue;
-      pushes_of_start_[at(action.target)].push_back(static_cast<int32_t>(i));
-      pushes_of_entry_[at(action.entry)].push_back(static_cast<int32_t>(i));
-    }
-    for (int32_t entry = 0; entry < machine_.num_entries(); ++entry) {
-      const auto [begin, end] = returns_of(entry);
-      for (int32_t i = begin; i < end; ++i) {
-        entries_of_state_[at(machine_.returns()[at(i)].state)].push_back(entry);
+    sources_.fill(states, [&](auto add) {
+      for (const auto& [next, source] : transitions) {
+        if (next >= 0) add(next, source);
       }
-    }
+    });
+    callers_.fill(actions.size(), [&](auto add) {
+      for (const auto& [next, source] : transitions) {
+        if (next < 0) add(Machine::kFirstAction - next, source);
+      }
+    });
+    const auto for_each_push = [&](auto visit) {
+      for (size_t i = 0; i < actions.size(); ++i) {
+        if (actions[i].entry >= 0) visit(actions[i], static_cast<int32_t>(i));
+      }
+    };
+    pushes_of_start_.fill(states, [&](auto add) {
+      for_each_push([&](const Machine::Action& push, int32_t i) { add(push.target, i); });
+    });
+    pushes_of_entry_.fill(entries, [&](auto add) {
+      for_each_push([&](const Machine::Action& push, int32_t i) { add(push.entry, i); });
+    });
+    entries_of_state_.fill(states, [&](auto add) {
+      for (int32_t entry = 0; entry < machine_.num_entries(); ++entry) {
+        const auto [begin, end] = returns_of(entry);
+        for (int32_t i = begin; i < end; ++i) add(machine_.returns()[at(i)].state, entry);
+      }
+    });
   }
 
   std::pair<int32_t, int32_t> returns_of(int32_t entry) const {
@@ -118,7 +159,7 @@ class DistanceSearch {
       const Machine::Action& push = machine_.actions()[at(action)];
       if (missing[at(push.entry)] > 0 || !is_settled[at(push.target)]) return;
       const int64_t bytes = 1 + bytes_[at(push.target)] + longest[at(push.entry)];
-      for (const Source& source : callers_[at(action)]) offer(source, bytes);
+      for (const Source& source : callers_[action]) offer(source, bytes);
     };
     for (int32_t entry = 0; entry < machine_.num_entries(); ++entry) {
       missing[at(entry)] = num_returns(entry);
@@ -128,7 +169,7 @@ class DistanceSearch {
     }
     for (size_t i = 0; i < machine_.actions().size(); ++i) {
       if (machine_.actions()[i].entry >= 0) continue;
-      for (const Source& source : callers_[i]) offer(source, 1);
+      for (const Source& source : callers_[static_cast<int32_t>(i)]) offer(source, 1);
     }
     while (!queue.empty()) {
       const auto [bytes, state] = queue.top();
@@ -136,12 +177,12 @@ class DistanceSearch {
       if (is_settled[at(state)]) continue;
       is_settled[at(state)] = true;
       settled_.push_back(state);
-      for (const Source& source : sources_[at(state)]) offer(source, bytes + 1);
-      for (const int32_t action : pushes_of_start_[at(state)]) offer_push(action);
-      for (const int32_t entry : entries_of_state_[at(state)]) {
+      for (const Source& source : sources_[state]) offer(source, bytes + 1);
+      for (const int32_t action : pushes_of_start_[state]) offer_push(action);
+      for (const int32_t entry : entries_of_state_[state]) {
         longest[at(entry)] = std::max(longest[at(entry)], bytes);
         if (--missing[at(entry)] > 0) continue;
-        for (const int32_t action : pushes_of_entry_[at(entry)]) offer_push(action);
+        for (const int32_t action : pushes_of_entry_[entry]) offer_push(action);
       }
     }
     first_byte_.resize(at(machine_.num_classes()));
@@ -196,7 +237,7 @@ class DistanceSearch {
 
   // Sets the cost of the entries whose last missing return is `state`.
   void update_entries(int32_t state) {
-    for (const int32_t entry : entries_of_state_[at(state)]) {
+    for (const int32_t entry : entries_of_state_[state]) {
       if (--missing_[at(entry)] == 0) update_entry(entry);
     }
   }
@@ -237,7 +278,7 @@ class DistanceSearch {
         if (visits >= kMaxVisits) return;
         if (best == out_.states_[at(state)]) continue;
         out_.states_[at(state)] = best;
-        for (const int32_t entry : entries_of_state_[at(state)]) update_entry(entry);
+        for (const int32_t entry : entries_of_state_[state]) update_entry(entry);
         changed = true;
       }
     }
@@ -246,11 +287,11 @@ class DistanceSearch {
   const Machine& machine_;
   const TokenTrie& trie_;
   Distances& out_;
-  std::vector<std::vector<Source>> sources_;            // by state: transitions to it
-  std::vector<std::vector<Source>> callers_;            // by action: transitions with it
-  std::vector<std::vector<int32_t>> pushes_of_start_;   // by state: actions that go to it
-  std::vector<std::vector<int32_t>> pushes_of_entry_;   // by entry: actions that push it
-  std::vector<std::vector<int32_t>> entries_of_state_;  // by state: entries that return to it
+  Lists<Source> sources_;            // by state: transitions to it
+  Lists<Source> callers_;            // by action: transitions with it
+  Lists<int32_t> pushes_of_start_;   // by state: actions that go to it
+  Lists<int32_t> pushes_of_entry_;   // by entry: actions that push it
+  Lists<int32_t> entries_of_state_;  // by state: entries that return to it
   std::vector<int64_t> bytes_;
   std::vector<int32_t> first_;  // class of the first byte of each state's text; -1: it is empty
   std::vector<uint8_t> first_byte_;  // smallest byte of each class

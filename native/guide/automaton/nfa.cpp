@@ -90,28 +90,31 @@ int32_t Nfa::emit(const ExpressionTree& tree, int32_t index, int32_t from) {
 }
 
 int32_t Nfa::emit_set(const ExpressionTree& tree, const ExpressionTree::Node& node, int32_t from) {
-  const int32_t count = tree.operand(node, 0);
-  std::vector<ByteSequence> sequences;
-  for (int32_t i = 0; i < count; ++i) {
+  sequences_.clear();
+  for (int32_t i = 0; i < tree.operand(node, 0); ++i) {
     split_utf8(static_cast<uint32_t>(tree.operand(node, 1 + 2 * i)),
-               static_cast<uint32_t>(tree.operand(node, 2 + 2 * i)), &sequences);
+               static_cast<uint32_t>(tree.operand(node, 2 + 2 * i)), &sequences_);
   }
   const int32_t end = add_state();
   // The bytes after the first one are often the same, so their states are shared: state by the
   // ranges of the bytes that are still to be read.
-  std::map<std::vector<int>, int32_t> shared;
-  for (const ByteSequence& sequence : sequences) {
+  std::vector<std::pair<uint64_t, int32_t>> shared;
+  for (const ByteSequence& sequence : sequences_) {
     int32_t next = end;
-    std::vector<int> rest;
+    uint64_t rest = 0;
     for (int i = sequence.length - 1; i > 0; --i) {
       const ByteRange range = sequence.ranges[at(i)];
-      rest.push_back(range.low << 8 | range.high);
-      const auto [found, is_new] = shared.try_emplace(rest, 0);
-      if (is_new) {
-        found->second = add_state();
-        add_byte_edge(found->second, range, next);
+      rest = rest << 16 | static_cast<uint64_t>(range.low << 8 | range.high);
+      const auto found = std::find_if(shared.begin(), shared.end(),
+                                      [rest](const auto& item) { return item.first == rest; });
+      if (found == shared.end()) {
+        const int32_t state = add_state();
+        add_byte_edge(state, range, next);
+        shared.emplace_back(rest, state);
+        next = state;
+      } else {
+        next = found->second;
       }
-      next = found->second;
     }
     add_byte_edge(from, sequence.ranges[0], next);
   }

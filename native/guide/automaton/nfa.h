@@ -63,6 +63,7 @@ class Nfa {
 
   int32_t max_states_;
   Work* work_;
+  std::vector<ByteSequence> sequences_;  // memory of emit_set()
 };
 
 }  // namespace graft::guide
