@@ -6,7 +6,8 @@ preloaded into the program, so that cuda.bindings, cuda.core and graft use it in
 
 With ``--code ptx``, graft compiles its kernels to PTX, which the soft device interprets. Programs
 that compile kernels to cubins with NVRTC also get PTX: the command preloads a library that forwards
-calls to NVRTC and returns PTX in place of cubins. With ``--count FILE``, the soft device counts the
+calls to NVRTC and returns PTX in place of cubins, and one that hides nvJitLink, which would link
+PTX to machine code. With ``--count FILE``, the soft device counts the
 instructions and the memory traffic of the kernels.
 """
 
@@ -93,7 +94,7 @@ def soft_environment(
         provide_ptx_library(cache_folder() / "soft")
         variables["SOFTCUDA_PTX_LIBRARY"] = os.environ["SOFTCUDA_PTX_LIBRARY"]
         variables["SOFTCUDA_NVRTC"] = str(nvrtc_library())
-        preloaded += _nvrtc_wrapper(library.parent, nvrtc_library())
+        preloaded += _compiler_wrappers(library.parent, nvrtc_library())
     if os.environ.get("LD_PRELOAD"):
         preloaded.append(os.environ["LD_PRELOAD"])
     variables["LD_PRELOAD"] = " ".join(preloaded)
@@ -108,14 +109,17 @@ def soft_environment(
     return variables
 
 
-def _nvrtc_wrapper(folder: Path, nvrtc: Path) -> list[str]:
-    """Return a list with the path of the NVRTC wrapper, which returns PTX in place of cubins.
+def _compiler_wrappers(folder: Path, nvrtc: Path) -> list[str]:
+    """Return the libraries in `folder` that take the place of NVRTC and nvJitLink, if they exist.
 
-    The wrapper is a library in `folder` with the file name of `nvrtc`. If it does not exist, the
-    list is empty.
+    The first one has the file name of `nvrtc` and returns PTX in place of cubins. The second one
+    hides nvJitLink, so that cuda.core and numba-cuda link PTX with the driver. NVRTC's own library
+    of built-in functions is added too: some versions of NVRTC find it only if it is loaded already.
     """
-    wrapper = folder / nvrtc.name
-    return [str(wrapper)] if wrapper.is_file() else []
+    major = nvrtc.name.rpartition(".")[2]
+    names = (nvrtc.name, f"libnvJitLink.so.{major}")
+    wrappers = [folder / name for name in names if (folder / name).is_file()]
+    return [str(path) for path in (*wrappers, *nvrtc.parent.glob("libnvrtc-builtins.so.*"))]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

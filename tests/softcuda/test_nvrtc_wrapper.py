@@ -159,3 +159,21 @@ def test_check_of_a_gpu_passes_on_the_cuda_path_without_cupy(tmp_path):
     assert "NVRTC without CuPy works; CuPy is not installed" in done.stdout
     assert "cuda:0 graft soft device" in done.stdout
     assert done.stdout.endswith("0 failures\n")
+
+
+#: Loads nvJitLink as cuda.core does, and as a library that was linked with it.
+NVJITLINK_PROGRAM = """
+import ctypes, os
+library = ctypes.CDLL("libnvJitLink.so.13", mode=os.RTLD_NOLOAD)
+versioned = getattr(library, "__nvJitLinkCreate_13_4")
+print(hasattr(library, "nvJitLinkVersion"), hasattr(library, "nvJitLinkCreate"), versioned())
+"""
+
+
+def test_nvjitlink_is_hidden():
+    """Libraries that were linked with nvJitLink can be loaded, but cuda.core does not find it."""
+    command = [sys.executable, "-m", "graft.tools.cli", "soft", "--code", "ptx"]
+    done = subprocess.run(
+        [*command, "--", "-c", NVJITLINK_PROGRAM], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "False False 6\n", done.stderr
