@@ -44,6 +44,8 @@ _SHORT_ESCAPES = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '
 _ESCAPED = [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)]
 _PLAIN = complement(_ESCAPED)
 _QUOTE = text('"')
+#: Maximum number of cached expressions of patterns.
+_MAX_CACHED = 256
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class StringWriter:
         self._any_character = self._one_of(ANY)
         self._any = repeat(self._any_character, 0, None)
         self.anything = concat([_QUOTE, self._any, _QUOTE])
+        # The same patterns and formats often occur several times.
+        self._write_patterns = functools.lru_cache(_MAX_CACHED)(self._patterns)
 
     def write(self, strings: StringSet) -> Expression:
         """Return the expression of the strings of a set, with their quotation marks."""
@@ -96,6 +100,11 @@ class StringWriter:
             if strings.low == 0 and strings.high is None:
                 return self.anything
             return concat([_QUOTE, self._length(strings.low, strings.high), _QUOTE])
+        if len(strings.patterns) == 1 and strings.patterns[0][0] == "text":
+            return self._patterns(strings)
+        return self._write_patterns(strings)
+
+    def _patterns(self, strings: StringSet) -> Expression:
         parts = []
         within = False
         for way, pattern in strings.patterns:

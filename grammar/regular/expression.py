@@ -85,7 +85,12 @@ def intersection(first: Ranges, second: Ranges) -> list[tuple[int, int]]:
 
 def text(value: str) -> Expression:
     """Return the expression that matches exactly one text."""
-    return concat([characters([(ord(char), ord(char))]) for char in value])
+    out = []
+    for code in map(ord, value):
+        out += (_SET, 1, code, code)
+    if len(value) != 1:
+        out += (_CONCAT, len(value)) if value else EMPTY
+    return out
 
 
 def concat(parts: Iterable[Expression]) -> Expression:
