@@ -45,7 +45,7 @@ def compile_automaton(grammar: ResolvedGrammar) -> bytes | None:
     """Compile a grammar in LLGuidance's form to an automaton, and return it serialized.
 
     Return None if no automaton is known for the grammar, or if the automaton would be too large.
-    The time is limited to about 50 ms, so the function may run on untrusted grammars.
+    The size of the rules and the work are limited, so the function may run on untrusted grammars.
     """
     # Automata on the device have no stack, so an automaton without one is preferred.
     for inline, max_states in ((True, MAX_INLINE_STATES), (False, MAX_STATES)):

@@ -353,7 +353,7 @@ def _multiples(coefficient: int, digits: int) -> Expression:
     if coefficient == 0:
         return concat([sign, repeat(text("0"), 1, None)])
     if digits:
-        if 10**digits % coefficient:
+        if 10 ** min(digits, _MAX_DIGITS) % coefficient:
             raise NotRegular("multipleOf is not supported for this fraction")
         fractions = []
         for length in range(1, digits + 1):

@@ -46,8 +46,9 @@ __all__ = ["Rule", "Rules", "SchemaLowering"]
 #: grammar has no brackets; its bytes are 0.
 Rule = tuple[int, int, Expression]
 
-#: Maximum number of rules and of integers in all expressions of a grammar.
+#: Maximum number of rules, and of integers in all their expressions.
 MAX_RULES = 1 << 14
+MAX_SIZE = 1 << 19
 
 _OBJECT = (ord("{"), ord("}"))
 _ARRAY = (ord("["), ord("]"))
@@ -85,7 +86,7 @@ class Rules:
     def set(self, rule: int, body: Expression) -> None:
         """Define the expression of a rule."""
         self._size += len(body)
-        if self._size > MAX_EXPRESSION:
+        if self._size > MAX_SIZE:
             raise NotRegular("the grammar is too large")
         self._rules[rule] = (*self._rules[rule][:2], body)
 

@@ -44,7 +44,7 @@ _SHORT_ESCAPES = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '
 _ESCAPED = [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)]
 _PLAIN = complement(_ESCAPED)
 _QUOTE = text('"')
-#: Maximum number of cached expressions of patterns.
+#: Maximum numbers of cached expressions of patterns, and of sets of characters.
 _MAX_CACHED = 256
 
 
@@ -87,7 +87,7 @@ class StringWriter:
 
     def __init__(self, unicode_escapes: bool):
         self._unicode_escapes = unicode_escapes
-        self._by_ranges: dict[tuple[tuple[int, int], ...], Expression] = {}
+        self._cached = functools.lru_cache(_MAX_CACHED)(self._escaped)
         self._any_character = self._one_of(ANY)
         self._any = repeat(self._any_character, 0, None)
         self.anything = concat([_QUOTE, self._any, _QUOTE])
@@ -159,18 +159,15 @@ class StringWriter:
         return concat(self._one_of([(ord(char), ord(char))]) for char in value) if value else EMPTY
 
     def _one_of(self, ranges: Ranges) -> Expression:
-        """Return the expression of one character of the ranges, as JSON strings may contain it.
+        """Return the expression of one character of the ranges, as JSON strings may contain it."""
+        return self._cached(tuple(ranges))
+
+    def _escaped(self, ranges: Ranges) -> Expression:
+        """Implement `_one_of`.
 
         A character that must be escaped may have several forms: a short escape such as ``\\n``, and
         the escape ``\\u`` with four hexadecimal digits.
         """
-        key = tuple(ranges)
-        expression = self._by_ranges.get(key)
-        if expression is None:
-            expression = self._by_ranges[key] = self._escaped(ranges)
-        return expression
-
-    def _escaped(self, ranges: Ranges) -> Expression:
         options = []
         plain = intersection(ranges, _PLAIN)
         if plain:

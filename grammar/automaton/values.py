@@ -8,6 +8,7 @@ which they occur, so this order decides the order of the properties.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -413,7 +414,7 @@ def _read_number(assertions: dict[str, Any], integer: bool) -> NumberRange:
         value = assertions.get(keyword)
         if isinstance(value, bool):  # draft 4
             value = assertions.get(keyword.removeprefix("exclusive").lower()) if value else None
-        bounds[keyword] = None if value is None else float(value)
+        bounds[keyword] = None if value is None else _double(value)
     divisor = assertions.get("multipleOf")
     return NumberRange(
         integer,
@@ -423,6 +424,17 @@ def _read_number(assertions: dict[str, Any], integer: bool) -> NumberRange:
         bounds["exclusiveMaximum"],
         None if divisor is None else divisor_of(divisor),
     )
+
+
+def _double(value: float) -> float:
+    """Return the double that LLGuidance reads for a number."""
+    try:
+        double = float(value)
+    except OverflowError:
+        double = math.inf
+    if not math.isfinite(double):
+        raise NotRegular("a number is too large")
+    return double
 
 
 def _constant(value: Any) -> Values:
@@ -435,7 +447,7 @@ def _constant(value: Any) -> Values:
         return StringSet(patterns=(("text", value),))
     if isinstance(value, int | float):
         integer = isinstance(value, int) and -(1 << 63) <= value < 1 << 63
-        return NumberRange(integer, float(value), float(value))
+        return NumberRange(integer, _double(value), _double(value))
     if isinstance(value, list):
         return Arrays(list(map(_constant, value)), NOTHING, len(value), len(value))
     properties = {name: _constant(part) for name, part in value.items()}

@@ -302,6 +302,7 @@ def bytes_of_texts(rules: list[tuple[int, int, list[int]]], texts: list[str]) ->
 
 REFUSED_BY_LOWERING = {
     "divisor": {"type": "integer", "multipleOf": 7},
+    "small_divisor": {"type": "number", "multipleOf": 1 / 512},
     "long_text": {"type": "string", "maxLength": 100_000},
     "many_items": {"type": "array", "maxItems": 100_000},
 }
