@@ -8,6 +8,7 @@ of the legal next tokens. Matchers have the same interface for every backend.
 from __future__ import annotations
 
 import functools
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -16,6 +17,7 @@ import numpy as np
 
 from graft.grammar.errors import GrammarError, clean_message
 from graft.grammar.spec import MAX_SPACE, Marker, Spec
+from graft.grammar.structural.formats import has_free_text, parse_format
 from graft.grammar.vocabulary import Vocabulary
 from graft.native import _native
 
@@ -95,6 +97,13 @@ class CompiledGrammar:
         self.nbytes = nbytes
         self.timing = _native.guide.OrderTiming()
         self.automaton: Any = None
+
+    @functools.cached_property
+    def has_free_text(self) -> bool:
+        """Whether the grammar allows free text that no tag ends, which may end anywhere."""
+        if self.spec.kind != "structural_format":
+            return self.spec.kind == "structural_tag"
+        return has_free_text(parse_format(json.loads(self.spec.text)))
 
     def matcher(
         self,

@@ -132,7 +132,8 @@ class Request(SamplingParams):
         within `max_tokens`; one of `CLOSINGS`. Requests whose `max_tokens` is too small for any
         complete output are refused.
 
-        * ``"auto"``: yes, if the grammar's matcher knows how many tokens complete its text.
+        * ``"auto"``: yes, if the grammar's matcher knows how many tokens complete its text, unless
+          the grammar allows free text outside tags, which may end anywhere.
         * ``"require"``: as ``"auto"``, but the request is refused if completeness cannot be
           guaranteed.
         * ``"off"``: no. The output may end in the middle of a value.
@@ -280,7 +281,7 @@ class Output:
           complete its text, or because `allowed_ids`, `banned_ids` or a stop id with text may
           prevent it.
         * ``"off"``: no, because the request has no grammar, was refused or sets
-          ``closing="off"``.
+          ``closing="off"``, or because its grammar allows free text (``closing="auto"``).
     exact
         Whether exact verification would have accepted the same drafts. False only if
         ``verify="relaxed"`` has accepted a draft that the target did not sample.

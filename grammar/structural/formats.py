@@ -17,6 +17,7 @@ __all__ = [
     "LoweringError",
     "TriggerLookup",
     "convert_format",
+    "has_free_text",
     "parse_format",
     "plain_format",
 ]
@@ -138,6 +139,18 @@ def convert_format(form: Format, convert: Callable[[Format], Format]) -> Format:
         return convert(converted)
     except LoweringError as error:
         raise _error(form["path"], str(error)) from error
+
+
+def has_free_text(form: Format) -> bool:
+    """Return whether a format has free text that only the end of a tag around the format ends."""
+    if form["type"] in ("any_text", "triggered_tags", "dispatch"):
+        return True
+    if form["type"] == "tag":
+        return False
+    parts = [*form.get("elements", ()), *form.get("tags", ())]
+    if isinstance(form.get("content"), dict):
+        parts.append(form["content"])
+    return any(map(has_free_text, parts))
 
 
 def plain_format(form: Format) -> Format:

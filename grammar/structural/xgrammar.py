@@ -6,7 +6,13 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from graft.grammar.structural.formats import Format, LoweringError, convert_format, plain_format
+from graft.grammar.structural.formats import (
+    Format,
+    LoweringError,
+    convert_format,
+    has_free_text,
+    plain_format,
+)
 
 __all__ = ["check_xgrammar_format", "replace_dots", "xgrammar_format"]
 
@@ -59,18 +65,6 @@ def xgrammar_format(
     return plain_format(convert_format(form, convert))
 
 
-def _has_free_text(form: Format) -> bool:
-    """Return whether a format has free text that only the end of a tag around the format ends."""
-    if form["type"] in ("any_text", "triggered_tags", "dispatch"):
-        return True
-    if form["type"] == "tag":
-        return False
-    parts = [*form.get("elements", ()), *form.get("tags", ())]
-    if isinstance(form.get("content"), dict):
-        parts.append(form["content"])
-    return any(map(_has_free_text, parts))
-
-
 def _ends_early(ends: Sequence[str]) -> str:
     """Return one of `ends` that XGrammar may find after it has missed an earlier end; "" if none.
 
@@ -113,7 +107,7 @@ def _escape(char: str) -> str:
 
 
 def _check(form: Format) -> Format:
-    if form["type"] == "tag" and isinstance(form["end"], list) and _has_free_text(form["content"]):
+    if form["type"] == "tag" and isinstance(form["end"], list) and has_free_text(form["content"]):
         early = _ends_early(form["end"])
         if early:
             raise LoweringError(f"XGrammar cannot see where the end {early!r} occurs first")

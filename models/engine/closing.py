@@ -31,11 +31,13 @@ def plan_closing(state: RequestState, matcher: Matcher) -> None:
         ``closing="require"`` and completeness cannot be guaranteed.
     """
     state.closing_end = -1
-    if state.request.closing == "off":
+    closing = state.request.closing
+    # Free text that `max_tokens` cuts off must not look complete, so it is not closed by default.
+    if closing == "off" or (closing == "auto" and matcher.compiled.has_free_text):
         return
     distance = matcher.distance()
     obstacle = _find_obstacle(state, matcher, distance)
-    if obstacle and state.request.closing == "require" and not state.output.tokens:
+    if obstacle and closing == "require" and not state.output.tokens:
         raise RequestError(f"closing is 'require', but {obstacle}", param="closing")
     budget = state.position_limit - state.num_tokens
     if distance is not None and distance > budget and not state.output.tokens:

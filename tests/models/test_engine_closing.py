@@ -331,3 +331,45 @@ def test_closing_counts_tokens_before_preemption_and_migration(engine):
     assert sum(output.preempted for output in found.values()) > 1
     assert [answer(found[str(request.id)]) for request in requests] == expected
     assert {output.closing for output in found.values()} == {"guaranteed"}
+
+
+#: Structural formats, and whether they have free text that may end anywhere.
+FORMATS = [
+    ({"type": "any_text"}, True),
+    ({"type": "any_text", "excludes": ["q"]}, True),
+    (
+        {
+            "type": "triggered_tags",
+            "triggers": ["<a"],
+            "tags": [
+                {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>"}
+            ],
+        },
+        True,
+    ),
+    (
+        {
+            "type": "sequence",
+            "elements": [
+                {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>"},
+                {"type": "json_schema", "json_schema": {"enum": ["yes", "no"]}},
+            ],
+        },
+        False,
+    ),
+]
+
+
+@pytest.mark.parametrize("form, is_free", FORMATS)
+def test_closing_leaves_free_text_to_be_cut_off(form, is_free):
+    """By default, free text ends with "length" at `max_tokens`; text within tags is closed."""
+    spec = GrammarSpec.structural_format(form)
+    with demo_engine(max_batch_size=2) as engine:
+        request = Request(tokens=PROMPT, grammar=spec, max_tokens=24, temperature=3.0, seed=1)
+        # min_tokens: the text does not end by itself.
+        [output] = engine.generate([replace(request, min_tokens=24)])
+        assert output.closing == ("off" if is_free else "guaranteed")
+        assert output.reason == ("length" if is_free else "stop")
+        [required] = engine.generate([replace(request, min_tokens=24, closing="require")])
+        assert (required.reason, required.closing) == ("stop", "guaranteed")
+        assert len(required.tokens) == 24 or not is_free

@@ -381,8 +381,7 @@ class RequestParser:
             "logit_bias": body.logit_bias,
             "priority": -body.priority,
         }
-        # Free text is not closed, so that a text that `max_tokens` cuts off ends with "length".
-        if body.prompt_only or not requires_answer(body):
+        if body.prompt_only:
             options["closing"] = "off"
         if body.closing is not None:
             options["closing"] = body.closing
