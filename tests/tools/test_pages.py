@@ -1,25 +1,39 @@
-"""Tests that the code blocks of all pages run, and that their commands exist."""
+"""Tests that the programs and commands of all pages run."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import io
+import os
 import re
 import shlex
+import shutil
+import signal
 import subprocess
+import sys
+import urllib.request
+import venv
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from graft.tools import cli
+from graft.tools.demo_model import demo_model
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"build", ".venv", "node_modules"}
 #: Packages that blocks may import. A block is skipped if one of them is not installed.
-OPTIONAL = ("torch", "openai")
+OPTIONAL = ("torch", "openai", *("langchain_openai", "instructor", "pydantic_ai", "litellm"))
 SERVER_URL = "http://127.0.0.1:8000"
+CLIENTS_PAGE = "tools/serve/CLIENTS.md"
+#: Versions of the clients of the page with which the page is tested in an environment of their own,
+#: because they need other versions of the package openai than the tests of graft.
+CLIENT_PACKAGES = (
+    *("langchain-openai==1.4.3", "instructor==1.17.0", "pydantic-ai-slim[openai]==2.31.1"),
+    *("litellm==1.110.2", "openai==2.54.0"),
+)
 #: Languages of blocks with commands.
 SHELLS = ("", "bash", "sh")
 #: Programs of command lines that are not part of graft.
@@ -55,7 +69,7 @@ COMMANDS = [
     (block, line)
     for block in BLOCKS
     if block.language in SHELLS
-    for line in block.text.splitlines()
+    for line in re.split(r"\n(?![ }])", block.text)  # the other lines of a command begin so
     if re.match(r"(\w+=\S+ )*(graft|make|mpiexec|python3?|pip|git|curl|cd) ", line)
 ]
 
@@ -74,19 +88,53 @@ def test_page_program_prints_what_its_comments_say(block, tmp_path, monkeypatch,
     for package in OPTIONAL:
         if re.search(rf"^(import|from) {package}\b", block.text, re.M):
             pytest.importorskip(package)
-    text = block.text
-    if SERVER_URL in text:
-        text = text.replace(SERVER_URL, request.getfixturevalue("server").url.removesuffix("/v1"))
+    text = with_server(block.text, request)
     monkeypatch.chdir(tmp_path)
     printed = io.StringIO()
     path = tmp_path / "page.py"
     path.write_text(text)
     with contextlib.redirect_stdout(printed):
         exec(compile(text, str(path), "exec"), {"__name__": "__main__"})
-    expected = re.findall(r"^ *print\(.*\)  # (.*)$", text, re.M)
-    lines = iter(printed.getvalue().splitlines())
-    for comment in expected:
-        assert any(line.startswith(comment) for line in lines), (comment, printed.getvalue())
+    check_printed(text, printed.getvalue())
+
+
+def with_server(text: str, request: pytest.FixtureRequest) -> str:
+    """Return a program or command that uses the server of the tests in place of ``graft serve``."""
+    if SERVER_URL not in text:
+        return text
+    url = request.getfixturevalue("server").url.removesuffix("/v1")
+    return text.replace(SERVER_URL, url).replace("graft-demo", "demo")
+
+
+def check_printed(text: str, printed: str) -> None:
+    """Check that the lines that a program printed begin with its comments after ``print(...)``."""
+    lines = iter(printed.splitlines())
+    for comment in re.findall(r"^ *print\(.*\)  # (.*)$", text, re.M):
+        assert any(line.startswith(comment) for line in lines), (comment, printed)
+
+
+@pytest.fixture(scope="module")
+def clients_python(tmp_path_factory) -> Path:
+    """Return the interpreter of an environment with the clients of the clients page."""
+    folder = tmp_path_factory.mktemp("clients")
+    venv.create(folder, symlinks=True, with_pip=True)
+    python = folder / "bin" / "python"
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "-q", "install", "--no-compile"]
+    subprocess.run([*pip, *CLIENT_PACKAGES], check=True)
+    return python
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("block", [block for block in PROGRAMS if block.page == CLIENTS_PAGE])
+def test_clients_get_structured_output(block, clients_python, tmp_path, request):
+    program = tmp_path / "program.py"
+    program.write_text(with_server(block.text, request))
+    env = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # LiteLLM downloads nothing
+    done = subprocess.run(
+        [str(clients_python), str(program)], text=True, capture_output=True, cwd=tmp_path, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    check_printed(block.text, done.stdout)
 
 
 @pytest.mark.parametrize(
@@ -107,3 +155,82 @@ def test_page_command_exists(block, line):
         assert importlib.util.find_spec(words[2]) is not None
     else:
         assert words[0] in OTHER_PROGRAMS
+
+
+#: Commands that the test below does not run: the start of the line, and the reason.
+NOT_RUN = {
+    "make ": "test_packaging.py tests the Makefile, and other tests what its targets run",
+    "git clone ": "needs the address of the repository",
+    "cd ": "changes the folder",
+    "pip install ": "test_packaging.py installs graft and its requirements",
+    "python -m sglang.launch_server ": "needs a GPU",
+}
+#: Files that the commands of the pages name.
+COMMAND_FILES = {
+    "requests.jsonl": '{"prompt": "name: Olga Novak; age: 42"}\n',
+    "record.json": '{"type": "object", "properties": {"age": {"type": "integer"}}}',
+    "program.py": """
+from graft.cudagraph import StreamLane, load_text, open_device
+device = open_device()
+source = 'extern "C" __global__ void double_all(float* x) { x[threadIdx.x] *= 2.0f; }'
+x = device.pinned((4,), "float32")
+x.array[:] = 1
+kernel = load_text(device, source, "double_all.cu")["double_all"]
+stream = device.stream()
+StreamLane(stream).kernel(kernel, 1, 4, [x])
+stream.synchronize()
+assert x.array.sum() == 8
+""",
+    "tests/test_one.py": "def test_one():\n    pass\n",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("line", dict.fromkeys(line for _, line in COMMANDS))
+def test_page_command_runs(line, tmp_path, request):
+    if line.startswith(tuple(NOT_RUN)):
+        return
+    for name, text in COMMAND_FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    shutil.copy(tmp_path / "program.py", tmp_path / "my_graft_program.py")
+    line = with_server(line, request).replace("path/to/llama", str(demo_model()[0]))
+    words = shlex.split(line, comments=True)
+    env = {**os.environ, "GRAFT_DEVICE": "soft"}
+    while re.fullmatch(r"[A-Z_]+=\w+", words[0]):
+        name, _, value = words.pop(0).partition("=")
+        env[name] = value
+    programs = {
+        "graft": [sys.executable, "-m", "graft.tools.cli"],
+        "python": [sys.executable],
+        "pytest": [sys.executable, "-m", "pytest"],
+    }
+    command = [part for word in words for part in programs.get(word, [word])]
+    if "--replicas" in words:
+        pytest.importorskip("ray")
+    if words[0] in ("mpiexec", "curl") and not shutil.which(words[0]):
+        pytest.skip(f"{words[0]} is not installed")
+    if "serve" in words:
+        check_serves([*command, "--port", "0"], env)
+        return
+    done = subprocess.run(command, text=True, capture_output=True, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if words[0] == "curl":
+        assert '"content": "42"' in done.stdout
+    if words[:2] == ["graft", "generate"] and "--regex" in words:
+        assert done.stdout == "42\n"
+
+
+def check_serves(command: list[str], env: dict[str, str]) -> None:
+    """Start a server, wait until it serves, send one request, and end the server with Ctrl-C."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+    ) as server:
+        try:
+            lines = iter(server.stdout.readline, "")
+            [url] = re.findall(r"http://\S+", next(line for line in lines if " serving " in line))
+            with urllib.request.urlopen(f"{url.removesuffix('/v1')}/health") as response:
+                assert response.status == 200
+        finally:
+            server.send_signal(signal.SIGINT)
+        assert server.wait(30) in (0, 130)
