@@ -1,7 +1,8 @@
 """Write the API reference of all packages as HTML: ``make docs``.
 
 pdoc renders the docstrings, which are in NumPy style. The HTML page of a package also contains the
-README.md of the package, below the docstring. Usage::
+README.md of the package, below the docstring. The index is FIRST_STEPS.md, with links to the
+packages. Usage::
 
     python -m graft.tools.docs [PACKAGE...] [--output build/docs]
 """
@@ -15,9 +16,9 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import get_type_hints
 
 import pdoc
@@ -26,7 +27,11 @@ from graft.cudagraph.errors import OptionError
 from graft.tools.console import program
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("native", "cudagraph", "sampling", "grammar", "models", "tools")
+#: The packages, in the order in which the index lists them.
+PACKAGES = ("models", "grammar", "sampling", "cudagraph", "tools", "native")
+
+#: Pattern of the link from the page of a package to the page of another package.
+PACKAGE_PAGE = r"\1.html"
 
 #: Modules that are left out: private modules, programs (``__main__``), and training, which needs
 #: torch.
@@ -45,36 +50,77 @@ def find_modules(name: str) -> Iterator[ModuleType]:
             yield from find_modules(found.name)
 
 
-def prepare(module: ModuleType, submodules: Sequence[str]) -> None:
-    """Change a module so that pdoc documents all of it.
+def public_objects(modules: Mapping[str, ModuleType]) -> list[object]:
+    """Return the classes and functions that the packages among the modules export."""
+    packages = [modules[name] for name in modules if name.count(".") == 1]
+    return [getattr(package, name) for package in packages for name in names_of(package)]
+
+
+def names_of(module: ModuleType) -> list[str]:
+    """Return the documented names of a module: those in ``__all__``, or else those it defines."""
+    listed = getattr(module, "__all__", None)
+    if listed is not None:
+        return list(listed)
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and isinstance(value, type | FunctionType)
+        and value.__module__ == module.__name__
+    ]
+
+
+def prepare(module: ModuleType, submodules: Sequence[str], public: Sequence[object]) -> None:
+    """Change a module so that pdoc documents all of it, public names first and errors last.
 
     pdoc lists only submodules that ``__all__`` contains. In graft's packages, ``__all__`` contains
-    classes and functions, so this function adds the names of the submodules. It also makes the
-    annotations of named tuples readable: pdoc cannot evaluate them by itself, because the generated
-    ``__new__`` method does not refer to the module that defines the names in the annotations.
+    classes and functions, so this function adds the names of the submodules. It imports the names
+    that a package imports only when they are used. It also makes the annotations of named tuples
+    readable: pdoc cannot evaluate them by itself, because the generated ``__new__`` method does not
+    refer to the module that defines the names in the annotations.
     """
-    if submodules:
-        vars(module)["__all__"] = [*getattr(module, "__all__", ()), *submodules]
-    for value in vars(module).values():
+    attributes = vars(module)
+    names = names_of(module)
+    for name in names:
+        attributes.setdefault(name, getattr(module, name))
+
+    def order(name: str) -> tuple[bool, bool]:
+        value = attributes[name]
+        is_error = isinstance(value, type) and issubclass(value, Exception)
+        return not any(value is other for other in public), is_error
+
+    names.sort(key=order)
+    attributes["__all__"] = [*names, *submodules]
+    for value in list(attributes.values()):
         if isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields"):
             value.__new__.__annotations__ = get_type_hints(value)
 
 
-def add_readme(package: str) -> None:
-    """Append the README.md of a package to the package's docstring.
+def page_text(page: Path, links: str) -> str:
+    """Return the text of a page without its title, which pdoc shows, and with links between pages.
 
-    A link to the README.md of another package becomes a link to the HTML page of that package. Any
-    other link into the repository is replaced by the link text.
+    A link to the README.md of a package becomes a link to the HTML page of the package: `links`,
+    with ``\\1`` for the name of the package. Any other link into the repository is replaced by the
+    link text.
     """
-    page = ROOT / package / "README.md"
-    if not page.is_file():
-        return
-    # Remove the title, because pdoc shows the name of the package as the title.
     text = re.sub(r"\A# .*\n", "", page.read_text(encoding="utf-8"))
-    text = re.sub(r"\]\(\.\./(\w+)/README\.md", r"](\1.html", text)
-    text = re.sub(r"(?<!!)\[([^\]]*)\]\((?![#\w]+\.html|#|\w+:)[^)\s]+\)", r"\1", text)
-    module = importlib.import_module(f"graft.{package}")
-    module.__doc__ = f"{module.__doc__ or ''}\n\n{text}"
+    text = re.sub(rf"\]\((?:\.\./)?({'|'.join(PACKAGES)})/README\.md", f"]({links}", text)
+    return re.sub(r"(?<!!)\[([^\]]*)\]\((?![#\w/]+\.html|#|\w+:)[^)\s]+\)", r"\1", text)
+
+
+def add_readme(package: str) -> None:
+    """Append the README.md of a package to the package's docstring."""
+    page = ROOT / package / "README.md"
+    if page.is_file():
+        module = importlib.import_module(f"graft.{package}")
+        module.__doc__ = f"{module.__doc__ or ''}\n\n{page_text(page, PACKAGE_PAGE)}"
+
+
+def make_index() -> None:
+    """Make FIRST_STEPS.md the docstring of ``graft``, to which pdoc's index leads."""
+    graft = importlib.import_module("graft")
+    graft.__doc__ = page_text(ROOT / "FIRST_STEPS.md", r"graft/\1.html")
+    vars(graft)["__all__"] = list(PACKAGES)
 
 
 def write_docs(packages: Sequence[str], output: Path) -> list[str]:
@@ -110,10 +156,14 @@ def write_docs(packages: Sequence[str], output: Path) -> list[str]:
         names = [f"graft.{package}" for package in packages]
         modules = {module.__name__: module for name in names for module in find_modules(name)}
         paths = [name.rpartition(".") for name in modules]
+        public = public_objects(modules)
         for name, module in modules.items():
-            prepare(module, [child for parent, _, child in paths if parent == name])
+            prepare(module, [child for parent, _, child in paths if parent == name], public)
         for package in packages:
             add_readme(package)
+        if tuple(packages) == PACKAGES:
+            make_index()
+            names = ["graft"]
         pdoc.pdoc(*names, output_directory=output)
     texts = [f"{warning.category.__name__}: {warning.message}" for warning in caught]
     return [text for text in texts if not _FOREIGN_ANNOTATION.search(text)]

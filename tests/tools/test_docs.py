@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from importlib.machinery import ModuleSpec
@@ -32,7 +33,32 @@ def test_docs_write_page_with_docstrings_and_readme(tmp_path):
 
 @pytest.mark.full
 def test_docs_of_all_packages_have_no_warnings(tmp_path):
+    """The index leads to the first steps, from which links lead to the packages."""
     assert docs.write_docs(docs.PACKAGES, tmp_path) == []
+    assert 'url=./graft.html"' in (tmp_path / "index.html").read_text(encoding="utf-8")
+    page = (tmp_path / "graft.html").read_text(encoding="utf-8")
+    assert "Generate text from Python" in page
+    links = {link for link in re.findall(r'href="([^"#:]+)', page) if link.endswith(".html")}
+    assert links >= {f"graft/{package}.html" for package in docs.PACKAGES}
+    assert [link for link in links if not (tmp_path / link).is_file()] == []
+
+
+def test_docs_list_public_names_first_and_errors_last():
+    class Internal:
+        """Not exported by a package."""
+
+    class PublicError(Exception):
+        """Exported by a package."""
+
+    class Public:
+        """Exported by a package."""
+
+    module = types.ModuleType("graft.example")
+    for value in (Internal, PublicError, Public):
+        value.__module__ = module.__name__
+        setattr(module, value.__name__, value)
+    docs.prepare(module, ["child"], [Public, PublicError])
+    assert module.__all__ == ["Public", "PublicError", "Internal", "child"]
 
 
 def test_docs_fail_on_warning(tmp_path, monkeypatch, capsys):
