@@ -25,7 +25,14 @@ from graft.tools.demo_model import demo_model
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"build", ".venv", "node_modules"}
 #: Packages that blocks may import. A block is skipped if one of them is not installed.
-OPTIONAL = ("torch", "openai", *("langchain_openai", "instructor", "pydantic_ai", "litellm"))
+OPTIONAL = (
+    *("torch", "openai", "numba", "cupy", "cuda.core"),
+    *("langchain_openai", "instructor", "pydantic_ai", "litellm"),
+)
+#: A block that matches needs a GPU.
+NEEDS_GPU = re.compile(r"^import cupy|torch\.cuda\.", re.M)
+#: A block that matches runs its kernels as PTX on the soft device, in another process.
+NEEDS_PTX = re.compile(r"^from numba import", re.M)
 SERVER_URL = "http://127.0.0.1:8000"
 CLIENTS_PAGE = "tools/serve/CLIENTS.md"
 #: Versions of the clients of the page with which the page is tested in an environment of their own,
@@ -85,6 +92,8 @@ def test_pages_have_only_known_languages():
 @pytest.mark.parametrize("block", PROGRAMS, ids=map(block_id, PROGRAMS))
 def test_page_program_prints_what_its_comments_say(block, tmp_path, monkeypatch, request):
     """The comment after a print statement is the beginning of the line that it prints."""
+    if NEEDS_GPU.search(block.text) and os.environ.get("GRAFT_DEVICE") != "cuda":
+        pytest.skip("the program needs a GPU")
     for package in OPTIONAL:
         if re.search(rf"^(import|from) {package}\b", block.text, re.M):
             pytest.importorskip(package)
@@ -93,8 +102,14 @@ def test_page_program_prints_what_its_comments_say(block, tmp_path, monkeypatch,
     printed = io.StringIO()
     path = tmp_path / "page.py"
     path.write_text(text)
-    with contextlib.redirect_stdout(printed):
-        exec(compile(text, str(path), "exec"), {"__name__": "__main__"})
+    if NEEDS_PTX.search(text):
+        command = [sys.executable, "-m", "graft.tools.cli", "soft", "--code", "ptx", "--", path]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        printed.write(done.stdout)
+    else:
+        with contextlib.redirect_stdout(printed):
+            exec(compile(text, str(path), "exec"), {"__name__": "__main__"})
     check_printed(text, printed.getvalue())
 
 
