@@ -17,7 +17,7 @@ from engine_util import outputs as final_outputs
 from reference_language import LanguageBackend
 from table_model import chi_square_p
 
-from graft.grammar import GrammarSpec, Vocabulary
+from graft.grammar import GrammarSpec, Vocabulary, check_output
 from graft.models.request import Request
 
 PATTERNS = (
@@ -111,7 +111,95 @@ def test_closing_completes_outputs_with_every_drafter(drafter, expected):
     )
 
 
-def test_closing_off_allows_incomplete_final_outputs(engine):
+#: Schemas whose automata have a stack: recursion, any value, additional properties and bounds.
+SCHEMAS = [
+    {
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string"},
+                    "children": {"type": "array", "items": {"$ref": "#/$defs/node"}},
+                },
+                "required": ["name", "children"],
+                "additionalProperties": False,
+            }
+        },
+        "$ref": "#/$defs/node",
+    },
+    {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]},
+    {"type": "array", "items": {}, "minItems": 1},
+    {
+        "type": "object",
+        "properties": {
+            "kind": {"enum": ["circle", "square"]},
+            "label": {"type": "string", "minLength": 3, "maxLength": 40},
+            "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 4},
+            "size": {"type": "number", "minimum": 0, "maximum": 2000},
+        },
+        "required": ["kind", "label"],
+        "additionalProperties": False,
+    },
+]
+STEP_OPTIONS = {
+    "loop": {"generation": "graph"},
+    "loop, tree": {"generation": "graph", **DRAFTER_OPTIONS["eagle3, tree"]},
+    "loop, no drafter": {"generation": "graph", "speculation": False},
+    "device": {"device_automata": True},
+    "late": {"grammar_threads": 2, "grammar_budget_us": 1.0},
+    "mailbox": {"grammar_transport": "mailbox", "forced_drafts": True},
+}
+
+
+def schema_requests(engine):
+    """Return requests of all schemas, with every budget from the smallest one upwards."""
+    requests = []
+    modes = itertools.cycle(MODES)
+    for schema in SCHEMAS:
+        request = Request(
+            prompt="x", grammar=GrammarSpec.json_schema(schema), max_tokens=1, closing="require"
+        )
+        [refused] = engine.generate([request])
+        first = int(re.search(r"needs (\d+) tokens", refused.error)[1])
+        for budget in (*range(first, first + 8), first + 40):
+            seed = len(requests)
+            requests.append(replace(request, max_tokens=budget, seed=seed, **next(modes)))
+    return requests
+
+
+@pytest.fixture(scope="module")
+def expected_json():
+    """Answers to the greedy and coupled `schema_requests`, without speculation, one by one."""
+    with settled(demo_engine(speculation=False, max_batch_size=1, overlap=False)) as engine:
+        requests = schema_requests(engine)
+        outputs = engine.generate(requests)
+    return [
+        answer(output) if request.verify in (None, "coupled") else None
+        for request, output in zip(requests, outputs, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=() if n in ("eagle3, tree", "loop") else pytest.mark.full)
+        for n in {**ALL_OPTIONS, **STEP_OPTIONS}
+    ],
+)
+def test_closing_completes_json_with_every_drafter(name, expected_json):
+    """Every output is valid JSON of its schema, and uses at most its budget."""
+    options = {**ALL_OPTIONS, **STEP_OPTIONS}[name]
+    with settled(demo_engine(max_batch_size=8, **options)) as engine:
+        requests = schema_requests(engine)
+        outputs = engine.generate(requests)
+    for request, output, wanted in zip(requests, outputs, expected_json, strict=True):
+        assert (output.reason, output.closing) == ("stop", "guaranteed"), output
+        assert len(output.tokens) <= request.max_tokens
+        assert check_output(request.grammar.schema, output.text), output.text
+        assert wanted is None or answer(output) == wanted
+
+
+def test_closing_off_allows_incomplete_outputs(engine):
     request = pattern_request(PATTERNS[0], 8, closing="off")
     [output] = engine.generate([request])
     assert (output.reason, output.closing, len(output.tokens)) == ("length", "off", 8)
