@@ -55,11 +55,13 @@ def test_requirements_have_bounds_that_contain_the_pins():
     assert PINS["xgrammar"] in RELEASES
 
 
-def test_changelog_and_version_agree():
+def test_changelog_citation_and_version_agree():
     """A development version belongs to the changes that are not released yet."""
     pages = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     newest, *older = re.findall(r"^## (.*)$", pages, re.M)
     version = Version(TABLE["version"])
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {version}\n" in citation
     if version.is_devrelease:
         assert newest == "Unreleased"
         assert not any(title.startswith(version.base_version) for title in older)

@@ -38,6 +38,14 @@ def test_page_has_short_paragraphs_and_valid_links(page):
     assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
 
 
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "NOTICE"])
+def test_files_that_page_names_exist(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = set(re.findall(r"(?<![\w./])(?:\w+/)+[\w.-]*\w(?![\w/])", text))
+    assert len(named) >= 4
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def find_modules() -> dict[str, Path]:
     """Return the file of each module, by module name without the prefix ``graft.``."""
     modules = {}
