@@ -179,7 +179,7 @@ def test_mailbox_deadline_fails_engine_with_name_of_late_step(monkeypatch):
     try:
         block.set()
         with pytest.raises(HostWorkError, match=r"no answer within 0\.3 s") as failed:
-            engine.generate(mixed_requests(1, max_tokens=8))
+            engine.generate(mixed_requests(1, max_tokens=40))
         assert failed.value.node == "commit, fill row 0"
     finally:
         resume.set()
