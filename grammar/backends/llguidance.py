@@ -268,7 +268,7 @@ class LLGuidanceBackend:
         self._lock = threading.Lock()
         self._tokenizers: dict[frozenset[int], Any] = {}
         self._tokenizer(frozenset())
-        self._row_pool = _native.guide.RowPool(vocabulary.words, _ROW_BYTES)
+        self._row_memory = _native.guide.RowMemory(_ROW_BYTES)
 
     def _tokenizer(self, named: frozenset[int]) -> Any:
         """Return the LLGuidance tokenizer in which the tokens `named` are special tokens."""
@@ -365,7 +365,9 @@ class LLGuidanceBackend:
             raise GrammarError(f"{spec.kind}: {message}") from None
         compiled = CompiledGrammar(self, spec, native, _MATCHER_BYTES + len(result.text))
         if result.automaton is not None:
-            automaton = _native.guide.AutomatonGrammar(result.automaton, self._trie, self._row_pool)
+            automaton = _native.guide.AutomatonGrammar(
+                result.automaton, self._trie, self._row_memory
+            )
             compiled.nbytes += automaton.nbytes
             compiled.automaton = automaton
         return compiled

@@ -22,7 +22,7 @@ using graft::guide::AutomatonMatcher;
 using graft::guide::ErrorText;
 using graft::guide::Machine;
 using graft::guide::Outcome;
-using graft::guide::RowPool;
+using graft::guide::RowMemory;
 using graft::guide::Rule;
 using graft::guide::TokenTrie;
 using Random = std::mt19937;
@@ -131,8 +131,8 @@ void walk(const std::shared_ptr<const AutomatonGrammar>& grammar, unsigned seed,
       if (!exact || below(&random, 8) > 0) continue;
       const bool accepts = matcher.accept(token, &error) == Outcome::kYes;
       const int32_t after = matcher.distance(&error);
-      const bool fits = budget == graft::guide::kNoBudget || distance < 0 ||
-                        (0 <= after && after <= budget - 1);
+      const bool fits =
+          budget == graft::guide::kNoBudget || distance < 0 || (0 <= after && after <= budget - 1);
       require(allowed == (accepts && fits), "row and matcher agree");
       if (accepts) matcher.rollback(1, &error);
     }
@@ -151,8 +151,8 @@ void walk(const std::shared_ptr<const AutomatonGrammar>& grammar, unsigned seed,
 
 void share(Machine machine, const std::shared_ptr<const TokenTrie>& trie, unsigned seed,
            bool exact) {
-  const auto pool = std::make_shared<RowPool>(trie->words(), trie->words() * 4 * (seed % 40));
-  const auto grammar = std::make_shared<AutomatonGrammar>(std::move(machine), trie, pool);
+  const auto memory = std::make_shared<RowMemory>(trie->words() * 4 * (seed % 40));
+  const auto grammar = std::make_shared<AutomatonGrammar>(std::move(machine), trie, memory);
   std::vector<std::thread> threads;
   for (unsigned i = 0; i < kThreads; ++i) {
     threads.emplace_back([&, i] { walk(grammar, seed + i / 2, exact); });

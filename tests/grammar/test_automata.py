@@ -46,7 +46,7 @@ class Table:
     """Transition table of a serialized automaton without a stack."""
 
     def __init__(self, data):
-        table = _native.guide.AutomatonGrammar(data, BACKEND._trie, BACKEND._row_pool).table()
+        table = _native.guide.AutomatonGrammar(data, BACKEND._trie, BACKEND._row_memory).table()
         self.byte_class = table["classes"].tolist()
         self.accepting = table["accepting"]
         self.next = table["next"]
@@ -359,10 +359,10 @@ def test_expression_without_texts_raises():
 
 def test_invalid_serialized_automaton_raises():
     data = compile_automaton(resolve_spec(GrammarSpec.regex("ab"), "llguidance"))
-    pool = _native.guide.RowPool(VOCABULARY.words, 1 << 20)
+    memory = _native.guide.RowMemory(1 << 20)
     for broken in (b"", data[:-1], data + b"x", data[:24] + b"\xff" * (len(data) - 24)):
         with pytest.raises(RuntimeError, match="invalid data"):
-            _native.guide.AutomatonGrammar(broken, BACKEND._trie, pool)
+            _native.guide.AutomatonGrammar(broken, BACKEND._trie, memory)
 
 
 def test_matcher_rolls_back_tokens_and_stop_token():
@@ -377,21 +377,22 @@ def test_matcher_rolls_back_tokens_and_stop_token():
     np.testing.assert_array_equal(row_after(matcher, b""), before)
 
 
-def test_rows_are_given_back_when_grammar_is_freed():
+def test_row_memory_is_given_back_when_grammar_is_freed():
     compiled = BACKEND.compile(GrammarSpec.regex("[xyz]{1,9}!"))
-    used = BACKEND._row_pool.rows_in_use
-    row_after(compiled.matcher(), b"")
-    row_after(compiled.matcher(), b"x")
-    row_after(compiled.matcher(), b"y")  # the state after x and after y is the same
-    assert BACKEND._row_pool.rows_in_use == used + 2
+    used = [BACKEND._row_memory.bytes_in_use]
+    for text in (b"", b"x", b"y"):  # the state after x and after y is the same
+        row_after(compiled.matcher(), text)
+        used.append(BACKEND._row_memory.bytes_in_use)
+    assert used[0] < used[1] < used[2] == used[3]
     del compiled
-    assert BACKEND._row_pool.rows_in_use <= used
+    assert BACKEND._row_memory.bytes_in_use <= used[0]
 
 
-def test_masks_are_correct_when_pool_is_full():
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_masks_are_correct_when_row_memory_is_full(rows):
     data = compile_automaton(resolve_spec(GrammarSpec.regex("[ab]{4}"), "llguidance"))
-    pool = _native.guide.RowPool(VOCABULARY.words, 2 * VOCABULARY.words * 4)
-    grammar = _native.guide.AutomatonGrammar(data, BACKEND._trie, pool)
+    memory = _native.guide.RowMemory(rows * (4 * VOCABULARY.words + 200))
+    grammar = _native.guide.AutomatonGrammar(data, BACKEND._trie, memory)
     compiled = BACKEND.compile(GrammarSpec.regex("[ab]{4}"))
     for text in (b"", b"a", b"ab", b"aba", b"abab", b"a", b"ab"):
         matcher = NativeBackedMatcher(
@@ -399,7 +400,7 @@ def test_masks_are_correct_when_pool_is_full():
         )
         expected = row_after(llguidance_matcher(compiled), text)
         np.testing.assert_array_equal(row_after(matcher, text), expected)
-    assert pool.rows_in_use == 2
+    assert (memory.bytes_in_use > 0) == (rows > 0)
 
 
 def test_threads_fill_rows_of_one_grammar():

@@ -60,8 +60,8 @@ def compile_rules(rules, max_states=MAX_STATES):
     return _native.guide.compile_automaton(rules, max_states)
 
 
-def load(data, trie=TRIE, words=WORDS, pool_bytes=1 << 20):
-    return _native.guide.AutomatonGrammar(data, trie, _native.guide.RowPool(words, pool_bytes))
+def load(data, trie=TRIE, row_bytes=1 << 20):
+    return _native.guide.AutomatonGrammar(data, trie, _native.guide.RowMemory(row_bytes))
 
 
 def compile_grammar(*rules, **options):
@@ -169,8 +169,8 @@ def test_automaton_allows_tokens_of_rule_matcher(seeds):
     generator = random.Random(2)
     for rules, data in random_grammars(seeds):
         expected = RuleMatcher(rules)
-        # The rows of the second grammar are never stored, as there is no memory for them.
-        matchers = [matcher_of(load(data)), matcher_of(load(data, pool_bytes=0))]
+        # The rows of the second grammar are never stored, because their memory is limited to 0.
+        matchers = [matcher_of(load(data)), matcher_of(load(data, row_bytes=0))]
         nodes = [expected.start]
         for _ in range(25):
             legal = {
@@ -408,7 +408,7 @@ def test_rows_within_strings_allow_accepted_tokens(name, closed):
     """States within strings start from rows that all grammars share."""
     value = concat([QUOTE, STRINGS[name], QUOTE])
     rules = [(0, 0, call(1)), rule("[]", value)] if closed else [(0, 0, value)]
-    grammar = load(compile_rules(rules), LONG_TRIE, LONG_WORDS)
+    grammar = load(compile_rules(rules), LONG_TRIE)
     for start in ("", "a", "ab", "é", "xx", "abab", "éa", "x" * 5):
         matcher = matcher_of(grammar)
         if not accept_text(matcher, (b'["' if closed else b'"') + start.encode()):
@@ -503,7 +503,7 @@ def test_distance_is_unknown_without_tokens_of_all_bytes():
     """No token contains the closing byte, so no number of tokens completes the text."""
     tokens = [b"", b"[", b"a"]
     data = compile_rules([(0, 0, call(1)), rule("[]", text("a"))])
-    matcher = matcher_of(load(data, make_trie(tokens), 1))
+    matcher = matcher_of(load(data, make_trie(tokens)))
     assert matcher.distance() == -1
     assert legal_ids(matcher, 1, words=1) == {1}
 
@@ -512,6 +512,6 @@ def test_distance_is_found_if_the_shortest_text_has_no_tokens():
     """The shortest text is ``a``, but the vocabulary can only write ``[bb]``."""
     tokens = [b"", b"[b", b"b]"]
     data = compile_rules([(0, 0, union([text("a"), call(1)])), rule("[]", repeat(text("b"), 1, 9))])
-    matcher = matcher_of(load(data, make_trie(tokens), 1))
+    matcher = matcher_of(load(data, make_trie(tokens)))
     assert matcher.distance() == 3
     assert legal_ids(matcher, 2, words=1) == set() and legal_ids(matcher, 3, words=1) == {1}

@@ -74,21 +74,21 @@ void bind_automaton(nb::module_& guide) {
             new (self) TokenTrie(lengths, std::move(text), vocab_size);
           },
           nb::arg("lengths"), nb::arg("bytes"), nb::arg("vocab_size"));
-  nb::class_<RowPool>(guide, "RowPool")
-      .def(nb::init<int64_t, int64_t>(), nb::arg("words"), nb::arg("bytes"))
-      .def_prop_ro("rows_in_use", &RowPool::rows_in_use);
+  nb::class_<RowMemory>(guide, "RowMemory")
+      .def(nb::init<int64_t>(), nb::arg("bytes"))
+      .def_prop_ro("bytes_in_use", &RowMemory::bytes_in_use);
   guide.def("compile_automaton", &compile_automaton, nb::arg("rules"), nb::arg("max_states"));
   nb::class_<AutomatonGrammar>(guide, "AutomatonGrammar")
       .def(
           "__init__",
           [](AutomatonGrammar* self, const nb::bytes& data, std::shared_ptr<const TokenTrie> trie,
-             std::shared_ptr<RowPool> pool) {
+             std::shared_ptr<RowMemory> memory) {
             const std::string text(data.c_str(), data.size());
             const graft::hostwork::GilRelease release;
             new (self)
-                AutomatonGrammar(Machine::deserialize(text), std::move(trie), std::move(pool));
+                AutomatonGrammar(Machine::deserialize(text), std::move(trie), std::move(memory));
           },
-          nb::arg("data"), nb::arg("trie"), nb::arg("pool"))
+          nb::arg("data"), nb::arg("trie"), nb::arg("memory"))
       .def_prop_ro("num_states",
                    [](const AutomatonGrammar& grammar) { return grammar.machine().num_states(); })
       .def_prop_ro(

@@ -3,44 +3,12 @@
 
 #include <algorithm>
 #include <array>
+#include <bitset>
 #include <cstring>
 #include <new>
-#include <stdexcept>
 #include <utility>
 
 namespace graft::guide {
-
-RowPool::RowPool(int64_t words, int64_t bytes)
-    : words_(words),
-      max_rows_(static_cast<int32_t>(
-          std::min<int64_t>(bytes / (words * static_cast<int64_t>(sizeof(int32_t))), INT32_MAX))),
-      storage_(new int32_t[at(max_rows_) * static_cast<size_t>(words)]) {
-  free_.reserve(at(max_rows_));
-}
-
-int32_t* RowPool::take() noexcept {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  int32_t index = used_;
-  if (!free_.empty()) {
-    index = free_.back();
-    free_.pop_back();
-  } else if (used_ < max_rows_) {
-    ++used_;
-  } else {
-    return nullptr;
-  }
-  return storage_.get() + at(index) * static_cast<size_t>(words_);
-}
-
-void RowPool::give_back(const int32_t* row) noexcept {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  free_.push_back(static_cast<int32_t>((row - storage_.get()) / words_));
-}
-
-int32_t RowPool::rows_in_use() noexcept {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return used_ - static_cast<int32_t>(free_.size());
-}
 
 // Writes one mask row.
 class AutomatonGrammar::Writer {
@@ -87,6 +55,8 @@ class AutomatonGrammar::Writer {
   }
 
   int32_t largest_distance() const { return largest_distance_; }
+  // Row of the trie that contains about the same tokens as the written row; null: no tokens.
+  const int32_t* start() const { return start_; }
   // Whether the limit has excluded a legal token.
   bool is_narrowed() const { return is_narrowed_; }
 
@@ -124,6 +94,7 @@ class AutomatonGrammar::Writer {
       allowed[at(length) + 1] = is_within_limit(position);
     }
     clear();
+    if (length > 0) start_ = trie_.text_row(length);
     for (int last = length; last > 0;) {  // for each range of numbers that are equally allowed
       int first = last;
       while (first > 0 && allowed[at(first)] == allowed[at(last)]) --first;
@@ -149,8 +120,8 @@ class AutomatonGrammar::Writer {
     if (common < 0) return false;
     const bool allowed = is_within_limit({common, position.top});
     if (allowed) {
-      std::memcpy(row_, trie_.text_row(TokenTrie::kMaxTextLength),
-                  static_cast<size_t>(trie_.words()) * sizeof(int32_t));
+      start_ = trie_.text_row(TokenTrie::kMaxTextLength);
+      std::memcpy(row_, start_, static_cast<size_t>(trie_.words()) * sizeof(int32_t));
     } else {
       clear();
     }
@@ -192,19 +163,36 @@ class AutomatonGrammar::Writer {
   int32_t limit_;
   std::vector<Crossing>* crossings_;
   int32_t* row_;
+  const int32_t* start_ = nullptr;
   int32_t largest_distance_ = 0;
   bool is_narrowed_ = false;
 };
 
+int64_t AutomatonGrammar::BaseRow::nbytes() const {
+  return static_cast<int64_t>(sizeof(BaseRow) + (bits.size() + changed.size()) * sizeof(int32_t) +
+                              crossings.size() * sizeof(Crossing));
+}
+
+void AutomatonGrammar::BaseRow::copy_to(int32_t* row, int64_t words) const noexcept {
+  const size_t nbytes = static_cast<size_t>(words) * sizeof(int32_t);
+  if (!bits.empty()) {
+    std::memcpy(row, bits.data(), nbytes);
+    return;
+  }
+  if (start == nullptr) {
+    std::memset(row, 0, nbytes);
+  } else {
+    std::memcpy(row, start, nbytes);
+  }
+  for (const int32_t token : changed) row[token >> 5] ^= static_cast<int32_t>(1u << (token & 31));
+}
+
 AutomatonGrammar::AutomatonGrammar(Machine machine, std::shared_ptr<const TokenTrie> trie,
-                                   std::shared_ptr<RowPool> pool)
+                                   std::shared_ptr<RowMemory> memory)
     : machine_(std::move(machine)),
       trie_(std::move(trie)),
-      pool_(std::move(pool)),
+      memory_(std::move(memory)),
       distances_(machine_, *trie_) {
-  if (pool_->words() != trie_->words()) {
-    throw std::runtime_error("automaton: the row pool belongs to another vocabulary");
-  }
   for (int32_t state = 0; state < machine_.num_states(); ++state) {
     text_successor_.push_back(find_text_successor(state));
   }
@@ -214,7 +202,7 @@ AutomatonGrammar::AutomatonGrammar(Machine machine, std::shared_ptr<const TokenT
 AutomatonGrammar::~AutomatonGrammar() {
   for (const std::atomic<const BaseRow*>& entry : rows_) {
     const BaseRow* row = entry.load(std::memory_order_acquire);
-    if (row != nullptr) pool_->give_back(row->bits);
+    if (row != nullptr) memory_->give_back(row->nbytes());
     delete row;
   }
 }
@@ -227,12 +215,12 @@ size_t AutomatonGrammar::nbytes() const {
 bool AutomatonGrammar::fill(Position position, StackNodes* stack, int32_t limit,
                             int32_t* row) const noexcept {
   Writer writer(*this, stack, limit, nullptr, row);
-  const BaseRow* base = base_row(position.state, stack);
+  const BaseRow* base = base_row(position.state, stack, row);
   if (base == nullptr || add_distances(base->largest_distance, stack->cost(position.top)) > limit) {
     writer.write(position);
     return writer.is_narrowed();
   }
-  std::memcpy(row, base->bits, static_cast<size_t>(trie_->words()) * sizeof(int32_t));
+  base->copy_to(row, trie_->words());
   if (position.top == kEmptyStack) return false;
   const StackNodes::Node top = stack->node(position.top);
   for (const Crossing& crossing : base->crossings) {
@@ -249,29 +237,55 @@ bool AutomatonGrammar::fill(Position position, StackNodes* stack, int32_t limit,
 }
 
 // Returns the base row of a state, and computes it if this has not been done. Returns null if there
-// is no memory to store it.
-const AutomatonGrammar::BaseRow* AutomatonGrammar::base_row(int32_t state,
-                                                            StackNodes* stack) const noexcept {
+// is no memory to store it. The call may overwrite `row`.
+const AutomatonGrammar::BaseRow* AutomatonGrammar::base_row(int32_t state, StackNodes* stack,
+                                                            int32_t* row) const noexcept {
   std::atomic<const BaseRow*>& entry = rows_[at(state)];
   if (const BaseRow* stored = entry.load(std::memory_order_acquire)) return stored;
-  int32_t* bits = pool_->take();
-  if (bits == nullptr) return nullptr;
+  const int64_t largest = static_cast<int64_t>(sizeof(BaseRow)) + trie_->words() * 4;
+  if (!memory_->take(largest)) return nullptr;
   try {
-    auto base = std::make_unique<BaseRow>();
-    base->bits = bits;
-    Writer writer(*this, stack, kNoLimit, &base->crossings, bits);
-    writer.write({state, kEmptyStack});
-    base->largest_distance = writer.largest_distance();
+    std::unique_ptr<BaseRow> base = compute_base_row(state, stack, row);
+    memory_->give_back(largest - base->nbytes());
     const BaseRow* expected = nullptr;
     if (entry.compare_exchange_strong(expected, base.get(), std::memory_order_acq_rel)) {
       return base.release();
     }
-    pool_->give_back(bits);  // another thread has stored this row meanwhile
+    memory_->give_back(base->nbytes());  // another thread has stored this row meanwhile
     return expected;
   } catch (const std::bad_alloc&) {
-    pool_->give_back(bits);
+    memory_->give_back(largest);
     return nullptr;
   }
+}
+
+std::unique_ptr<AutomatonGrammar::BaseRow> AutomatonGrammar::compute_base_row(int32_t state,
+                                                                              StackNodes* stack,
+                                                                              int32_t* row) const {
+  auto base = std::make_unique<BaseRow>();
+  Writer writer(*this, stack, kNoLimit, &base->crossings, row);
+  writer.write({state, kEmptyStack});
+  base->crossings.shrink_to_fit();
+  base->largest_distance = writer.largest_distance();
+  base->start = writer.start();
+  const auto words = static_cast<size_t>(trie_->words());
+  const auto changed_bits = [&](size_t i) {
+    return static_cast<uint32_t>(row[i] ^ (base->start == nullptr ? 0 : base->start[i]));
+  };
+  size_t count = 0;
+  for (size_t i = 0; i < words; ++i) count += std::bitset<32>(changed_bits(i)).count();
+  if (2 * count > words) {
+    base->bits.assign(row, row + words);
+    return base;
+  }
+  base->changed.reserve(count);
+  for (size_t i = 0; i < words; ++i) {
+    for (uint32_t bits = changed_bits(i); bits != 0; bits &= bits - 1) {
+      const int bit = __builtin_ctz(bits);
+      base->changed.push_back(static_cast<int32_t>(32 * i) + bit);
+    }
+  }
+  return base;
 }
 
 int16_t AutomatonGrammar::find_text_successor(int32_t state) const {

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "guide/automaton/distances.h"
@@ -15,26 +14,23 @@
 
 namespace graft::guide {
 
-// Memory for the stored mask rows of all machines of a vocabulary. Thread-safe.
-class RowPool {
+// Limit of the memory for the stored mask rows of all machines of a vocabulary. Thread-safe.
+class RowMemory {
  public:
-  RowPool(int64_t words, int64_t bytes);
+  explicit RowMemory(int64_t bytes) : limit_(bytes) {}
 
-  // Returns memory for one row, or null if all rows are in use. Does not allocate memory.
-  int32_t* take() noexcept;
-  void give_back(const int32_t* row) noexcept;
-
-  int64_t words() const { return words_; }
-  int32_t rows_in_use() noexcept;
+  // Returns false, and counts nothing, if `bytes` more bytes would exceed the limit.
+  bool take(int64_t bytes) noexcept {
+    if (in_use_.fetch_add(bytes, std::memory_order_relaxed) + bytes <= limit_) return true;
+    give_back(bytes);
+    return false;
+  }
+  void give_back(int64_t bytes) noexcept { in_use_.fetch_sub(bytes, std::memory_order_relaxed); }
+  int64_t bytes_in_use() const noexcept { return in_use_.load(std::memory_order_relaxed); }
 
  private:
-  int64_t words_;
-  int32_t max_rows_;
-  // The system assigns memory to the pages of this array only when a row is written.
-  std::unique_ptr<int32_t[]> storage_;
-  std::mutex mutex_;           // guards the two fields below
-  int32_t used_ = 0;           // number of rows of `storage_` that were ever taken
-  std::vector<int32_t> free_;  // indices of the rows that were given back
+  int64_t limit_;
+  std::atomic<int64_t> in_use_{0};
 };
 
 // A machine for one vocabulary, with the token bitmasks of its states.
@@ -45,16 +41,19 @@ class RowPool {
 // such an entry, the base row lists a *crossing*: the node of the trie whose byte pops it. fill()
 // copies the base row and visits the descendants of the crossings with the request's stack.
 //
+// Most base rows are nearly empty or differ little from the row of the text tokens, so they are
+// stored as the tokens in which they differ from it. They need a few kilobytes instead of the 16
+// kilobytes that a row of a large vocabulary has, and copying them takes less time.
+//
 // Thread-safe. All matchers of a grammar share the base rows. A base row is published once, with
-// release order, and is neither changed nor given back to the RowPool while the grammar exists.
+// release order, and is neither changed nor freed while the grammar exists.
 class AutomatonGrammar {
  public:
   // Limit of fill() that allows all legal tokens.
   static constexpr int32_t kNoLimit = INT32_MAX;
 
-  // Throws std::runtime_error if the row pool belongs to another vocabulary.
   AutomatonGrammar(Machine machine, std::shared_ptr<const TokenTrie> trie,
-                   std::shared_ptr<RowPool> pool);
+                   std::shared_ptr<RowMemory> memory);
   ~AutomatonGrammar();
   AutomatonGrammar(const AutomatonGrammar&) = delete;
   AutomatonGrammar& operator=(const AutomatonGrammar&) = delete;
@@ -76,14 +75,20 @@ class AutomatonGrammar {
     int16_t exit;
   };
   struct BaseRow {
-    const int32_t* bits;
+    std::vector<int32_t> bits;     // the row; empty if the next two members describe it
+    const int32_t* start;          // row that contains about the same tokens; null: no tokens
+    std::vector<int32_t> changed;  // tokens that are in only one of this row and `start`
     // No allowed token leads to a larger distance, except for the costs of the stack before it.
     int32_t largest_distance;
     std::vector<Crossing> crossings;
+
+    int64_t nbytes() const;
+    void copy_to(int32_t* row, int64_t words) const noexcept;
   };
   class Writer;
 
-  const BaseRow* base_row(int32_t state, StackNodes* stack) const noexcept;
+  const BaseRow* base_row(int32_t state, StackNodes* stack, int32_t* row) const noexcept;
+  std::unique_ptr<BaseRow> compute_base_row(int32_t state, StackNodes* stack, int32_t* row) const;
 
   // Returned by find_text_successor() if text characters lead to several states.
   static constexpr int16_t kSeveral = -2;
@@ -92,7 +97,7 @@ class AutomatonGrammar {
 
   Machine machine_;
   std::shared_ptr<const TokenTrie> trie_;
-  std::shared_ptr<RowPool> pool_;
+  std::shared_ptr<RowMemory> memory_;
   Distances distances_;
   // By state: the state after any character of a text token, kDead if all of these are illegal, or
   // kSeveral.
