@@ -85,7 +85,7 @@ def intersection(first: Ranges, second: Ranges) -> list[tuple[int, int]]:
 
 def text(value: str) -> Expression:
     """Return the expression that matches exactly one text."""
-    out = []
+    out: Expression = []
     for code in map(ord, value):
         out += (_SET, 1, code, code)
     if len(value) != 1:
