@@ -1,4 +1,4 @@
-"""Automata on the device: mask rows of regular grammars without host work.
+"""Automata on the device: mask rows of grammars with an automaton, without host work.
 
 A request whose grammar has an automaton can be *promoted*: instead of the grammar worker
 (native/guide/worker.h), kernels advance the request's grammar state by drafts and committed tokens,
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,21 @@ KERNELS = Path(__file__).parent / "kernels"
 _HEADER = KERNELS / "automaton.cuh"
 _NUMBERS = read_numbers(_HEADER)
 _MAX_STOPS = _NUMBERS["AUTOMATON_STOPS"]
+_MAX_DEPTH = _NUMBERS["AUTOMATON_DEPTH"]
+_MAX_PUSHES = _NUMBERS["AUTOMATON_PUSHES"]
+#: Bytes that may push and pop entries of a stack: the brackets of JSON. A request stays on the host
+#: if another byte does so in its automaton.
+_OPENING_BYTES = b"[{"
+_CLOSING_BYTES = b"]}"
 #: dtype of ``struct AutomatonSlot`` in kernels/automaton.cuh, which documents its fields.
 AUTOMATON_SLOT = read_struct(_HEADER, "AutomatonSlot")
+_REQUEST = read_struct(_HEADER, "AutomatonRequest")
+_TABLE = read_struct(_HEADER, "AutomatonTable")
 _ITEM = read_struct(_HEADER, "FillItem")
 _CACHED_ROW = read_struct(_HEADER, "CachedRow")
 _ROW_CACHE = read_struct(_HEADER, "RowCache")
+#: Fields of ``struct RowCache`` that `DeviceAutomata.counters` returns under the same names.
+_COUNTS = ("hits", "misses", "stored", "evicted", "narrowed_rows", "closed")
 
 #: Memory for the tables of automata, in bytes.
 TABLE_BYTES = 64 << 20
@@ -68,6 +78,8 @@ class _Table:
         Native grammar whose automaton the table holds.
     offset, nbytes
         Location in `DeviceAutomata._memory`, in bytes.
+    costs
+        int32 array, cost of each entry that the automaton pushes onto its stack.
     users
         Number of slots whose requests use the table. A table with users is not evicted.
     """
@@ -75,6 +87,7 @@ class _Table:
     grammar: Any
     offset: int
     nbytes: int
+    costs: NDArray[np.int32]
     users: int = 0
 
 
@@ -168,6 +181,14 @@ class DeviceAutomata:
         self._slot_tables: dict[int, _Table] = {}
 
     def _upload_tokens(self, vocabulary: Vocabulary) -> None:
+        closing = [any(byte in token for byte in _CLOSING_BYTES) for token in vocabulary.tokens]
+        row = np.zeros(32 * vocabulary.words, np.uint8)
+        row[: len(closing)] = closing
+        self._closing = self._device.from_host(np.packbits(row, bitorder="little").view(np.uint32))
+        # Each entry that a token pushes has an opening bracket in the token's text.
+        self._most_pushes = max(
+            (sum(map(token.count, _OPENING_BYTES)) for token in vocabulary.tokens), default=0
+        )
         lengths = np.array([len(token) for token in vocabulary.tokens], np.int32)
         offsets = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
         text = np.frombuffer(b"".join(vocabulary.tokens) or b"\0", np.uint8)
@@ -188,6 +209,8 @@ class DeviceAutomata:
         """Return memory usage and event counts by name. The call waits for the device.
 
         ``hits``, ``misses``, ``stored`` and ``evicted`` count mask rows of the row cache.
+        ``narrowed_rows`` counts the rows from which a budget has excluded legal tokens, and
+        ``closed`` the complete outputs with such rows.
         ``row_bytes`` is the size of the rows in the cache. ``tables`` and ``table_bytes`` are the
         number and the total size of the tables on the device (one per automaton).
         ``tables_evicted`` counts the tables that were evicted, and ``tables_refused`` the requests
@@ -195,7 +218,7 @@ class DeviceAutomata:
         forced.
         """
         cache = self._cache.to_host().view(_ROW_CACHE)[0]
-        counts = {name: int(cache[name]) for name in ("hits", "misses", "stored", "evicted")}
+        counts = {name: int(cache[name]) for name in _COUNTS}
         cached = self._cached.to_host().view(_CACHED_ROW)
         num_rows = int(np.count_nonzero(cached["table"] >= 0))
         return counts | {
@@ -225,26 +248,30 @@ class DeviceAutomata:
         matcher
             Matcher of the request, which has accepted all of the request's tokens.
         closing_end
-            As in `GuidedRequest`. The kernels fill rows without budgets, so a request with a
-            `closing_end` is not promoted.
+            As in `GuidedRequest`.
 
         Returns
         -------
         bool
             Whether the request is promoted. If not, the grammar worker must serve the request.
         """
-        if closing_end >= 0 or not _has_automaton(matcher):
+        if not self._is_supported(matcher):
             return False
         table = self._acquire(lane, matcher.native.grammar)
         if table is None:
             return False
         self._slot_tables[slot] = table
-        record = np.zeros((), AUTOMATON_SLOT)
-        record["epoch"] = epoch
+        stack = matcher.native.stack
+        record = np.zeros((), _REQUEST)
         record["table"] = table.offset
+        record["cost"] = sum(int(table.costs[entry]) for entry in stack)
+        record["epoch"] = epoch
+        record["closing_end"] = closing_end
         record["num_stop_ids"] = len(matcher.stop_ids)
         record["stop_ids"][: len(matcher.stop_ids)] = matcher.stop_ids
-        record["state"][0] = matcher.native.state
+        record["state"] = matcher.native.state
+        record["depth"] = len(stack)
+        record["stack"][: len(stack)] = stack
         lane.kernel(
             self._kernels["automaton_join"],
             1,
@@ -261,6 +288,18 @@ class DeviceAutomata:
         )
         return True
 
+    def _is_supported(self, matcher: Matcher) -> bool:
+        """Return whether kernels can take over a matcher.
+
+        The matcher must run an automaton and must not have terminated, its stop ids and its stack
+        must fit into `AUTOMATON_SLOT`, and no token may push too many entries.
+        """
+        if not isinstance(matcher.native, _native.guide.AutomatonMatcher):
+            return False
+        if self._most_pushes > _MAX_PUSHES or len(matcher.stop_ids) > _MAX_STOPS:
+            return False
+        return not matcher.is_terminated() and len(matcher.native.stack) <= _MAX_DEPTH
+
     def release(self, slot: int) -> None:
         """Release the table of a slot's request. No replay that uses the slot may be in flight."""
         table = self._slot_tables.pop(slot, None)
@@ -275,7 +314,10 @@ class DeviceAutomata:
         """
         table = self._tables.pop(grammar, None)
         if table is None:
-            data = table_data(grammar)
+            arrays = grammar.table()
+            if not _has_json_brackets(arrays):
+                return None
+            data = table_data(arrays, self._most_pushes)
             offset = self._allocate(lane, len(data))
             if offset is None:
                 self._counts["refused"] += 1
@@ -291,7 +333,7 @@ class DeviceAutomata:
             staged = self._device.pinned((len(data),), "uint8")
             staged.array[:] = data
             lane.copy(self._memory[offset : offset + len(data)], staged, name="automaton")
-            table = _Table(grammar, offset, len(data))
+            table = _Table(grammar, offset, len(data), arrays["cost"])
         self._tables[grammar] = table
         table.users += 1
         return table
@@ -396,7 +438,7 @@ class DeviceAutomata:
 
     @property
     def _tables_args(self) -> tuple[object, ...]:
-        return self._memory, self._offsets, self._bytes, self._num_tokens
+        return self._memory, self._offsets, self._bytes, self._closing, self._num_tokens
 
     def _add_kernel(
         self, lane: Lane, step: str, row_slot: DeviceArray, args: Sequence[object]
@@ -444,6 +486,7 @@ class DeviceAutomata:
             self._exchange.layout,
             *self._tables_args,
             self._cached_words,
+            self._cache,
             int(self._finds_forced),
         ]
         lane.kernel(
@@ -455,34 +498,52 @@ class DeviceAutomata:
         )
 
 
-def _has_automaton(matcher: Matcher) -> bool:
-    """Return whether kernels can take over a matcher.
-
-    The matcher must run an automaton without a stack and must not have terminated, and its stop ids
-    must fit into ``AutomatonSlot.stop_ids``.
-    """
-    native = matcher.native
-    if not isinstance(native, _native.guide.AutomatonMatcher) or native.grammar.has_stack:
-        return False
-    return len(matcher.stop_ids) <= _MAX_STOPS and not matcher.is_terminated()
-
-
 def _as_bytes(array: NDArray) -> NDArray[np.uint8]:
     return np.ascontiguousarray(array).view(np.uint8)
 
 
-def table_data(grammar: Any) -> NDArray[np.uint8]:
-    """Convert the automaton of a native grammar to the device's table (``struct AutomatonTable``).
+def _has_json_brackets(arrays: Mapping[str, NDArray]) -> bool:
+    """Return whether only JSON's opening brackets push entries, and only closing ones pop them.
 
-    The automaton must not have a stack.
+    `arrays` are those of ``AutomatonGrammar.table()``.
     """
-    table = grammar.table()
-    states, classes = table["next"].shape
+    classes, following, actions = arrays["classes"], arrays["next"], arrays["actions"]
+    for byte_class in np.unique(classes):
+        found = np.unique(-2 - following[:, byte_class])
+        entries = actions[found[found >= 0], 0]
+        of_class = set(np.flatnonzero(classes == byte_class).tolist())
+        if (entries >= 0).any() and not of_class <= set(_OPENING_BYTES):
+            return False
+        if (entries < 0).any() and not of_class <= set(_CLOSING_BYTES):
+            return False
+    return True
+
+
+def table_data(arrays: Mapping[str, NDArray], most_pushes: int) -> NDArray[np.uint8]:
+    """Convert an automaton to the device's table (``struct AutomatonTable``).
+
+    `arrays` are those of ``AutomatonGrammar.table()``. `most_pushes` is the maximum number of
+    entries that a token of the vocabulary can push.
+    """
+    states, classes = arrays["next"].shape
+    largest_step = int(arrays["distance"].max())
+    largest_step += most_pushes * int(arrays["cost"].max(initial=0))
+    header = np.zeros((), _TABLE)
+    header["states"], header["classes"] = states, classes
+    header["entries"] = len(arrays["cost"])
+    header["actions"], header["returns"] = len(arrays["actions"]), len(arrays["returns"])
+    header["pops"] = (arrays["actions"][:, 0] < 0).any()
+    header["largest_step"] = min(largest_step, np.iinfo(np.int32).max)
     parts = [
-        np.array([states, classes], np.int32),
-        table["classes"],
+        header[None],
+        arrays["classes"],
         np.full(states, -1, np.int32),
-        table["next"],
-        table["accepting"],
+        arrays["distance"],
+        arrays["cost"],
+        arrays["returns_begin"],
+        arrays["next"],
+        arrays["actions"],
+        arrays["returns"],
+        arrays["accepting"],
     ]
     return np.concatenate([_as_bytes(part).ravel() for part in parts])

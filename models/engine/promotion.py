@@ -53,7 +53,7 @@ class Promotion:
         if state.matcher is None:
             self._exchange.free_rows(state.slot, state.epoch)
             return
-        if self._automata is None:
+        if self._automata is None or state.stays_on_host:
             return
         try:
             promoted = self._automata.join(

@@ -99,6 +99,9 @@ class RequestState:
     closing_end
         Position before which the output must be complete (`GuidedRequest.closing_end`); -1 if mask
         rows have no budget. `plan_closing` sets it before the request gets a slot.
+    stays_on_host
+        Whether the request must not be promoted (`Promotion`), because kernels have failed to do
+        its grammar steps.
     """
 
     request: Request
@@ -127,6 +130,7 @@ class RequestState:
     stalled_since: float = 0.0
     submitted_at: float = field(default_factory=time.monotonic)
     closing_end: int = -1
+    stays_on_host: bool = False
     _emitted_tokens: int = field(default=0, repr=False)
     _emitted_text: list[str] = field(default_factory=list, repr=False)
     _emitted_chars: int = field(default=0, repr=False)

@@ -23,6 +23,7 @@ from graft.sampling.state import SlotRequest, SlotState
 LIMIT = 1 << 20
 _ITEM = read_struct(KERNELS / "automaton.cuh", "FillItem")
 _CACHED_ROW = read_struct(KERNELS / "automaton.cuh", "CachedRow")
+_TABLE = read_struct(KERNELS / "automaton.cuh", "AutomatonTable")
 
 
 class AutomatonRig:
@@ -65,14 +66,16 @@ class AutomatonRig:
             self.state, self.exchange, self.sampler, self.replay, vocabulary, **options
         )
 
-    def join(self, slot: int, epoch: int, matcher: Matcher, position: int = 10) -> bool:
+    def join(
+        self, slot: int, epoch: int, matcher: Matcher, position: int = 10, closing_end: int = -1
+    ) -> bool:
         """Assign a slot to a request whose last token has the given position."""
         request = SlotRequest(
             params=SamplingParams(), position=position, last=0, epoch=epoch, limit=LIMIT
         )
         self.state.join(self.lane, slot, request)
         self.automata.release(slot)
-        return self.automata.join(self.lane, slot, epoch, matcher)
+        return self.automata.join(self.lane, slot, epoch, matcher, closing_end)
 
     def begin(self) -> int:
         """Begin the next replay and return its number."""
@@ -111,7 +114,7 @@ class AutomatonRig:
         expected = {}
         for table in automata._tables.values():
             num_states = int(memory[table.offset :][:4].view(np.int32)[0])
-            rows = memory[table.offset + 264 :][: 4 * num_states].view(np.int32)
+            rows = memory[table.offset + _TABLE.itemsize + 256 :][: 4 * num_states].view(np.int32)
             for state, row in enumerate(rows.tolist()):
                 if row != -1:
                     expected[row] = (table.offset, state)

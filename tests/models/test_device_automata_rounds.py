@@ -117,9 +117,7 @@ def automaton_requests():
     ]
     requests = [replace(FREE, id="free")]
     for number, grammar in enumerate(grammars):
-        requests.append(
-            Request(prompt="x", grammar=grammar, max_tokens=30, id=str(number), closing="off")
-        )
+        requests.append(Request(prompt="x", grammar=grammar, max_tokens=30, id=str(number)))
     return requests
 
 
@@ -194,10 +192,7 @@ def forced_requests(**options):
             }
         ),
     ]
-    return [
-        Request(prompt="x", grammar=grammar, seed=3, closing="off", **options)
-        for grammar in grammars
-    ]
+    return [Request(prompt="x", grammar=grammar, seed=3, **options) for grammar in grammars]
 
 
 @pytest.mark.parametrize("composition, block", [("one", 1), ("two", 1), ("one", 64)])
@@ -265,3 +260,51 @@ def test_device_error_during_promotion_leaves_request_on_host(monkeypatch):
         monkeypatch.setattr(DeviceAutomata, "_acquire", acquire)
         assert answers(engine.generate(requests)) == expected
         assert failures and engine.failure is None
+
+
+def closing_requests(first_budget=6, count=8):
+    """Return requests of several grammars, sampled and greedy, with small numbers of tokens."""
+    specs = [
+        GrammarSpec.regex("[0-9]{2}-(foo|bar)+;"),
+        GrammarSpec.regex("([a-c]+ )*[A-C]{3}"),
+        GrammarSpec.json_schema({"type": "array", "items": {"enum": ["a", "bb", "ccc"]}}),
+    ]
+    modes = [{}, {"temperature": 1.3}, {"temperature": 1.0, "verify": "rejection"}]
+    return [
+        Request(
+            prompt="x",
+            grammar=spec,
+            max_tokens=max_tokens,
+            seed=max_tokens,
+            id=f"{number}, {max_tokens} tokens",
+            **modes[max_tokens % 3],
+        )
+        for number, spec in enumerate(specs)
+        for max_tokens in range(first_budget, first_budget + count)
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"generation": "graph"}, pytest.param(UNMASKED_TREE, marks=pytest.mark.full)],
+    ids=["rounds", "loops", "tree"],
+)
+def test_device_automata_complete_outputs_like_the_host(options):
+    """Near max_tokens, kernels narrow the mask rows as the host does: every output is complete."""
+    requests = closing_requests()
+    found = []
+    for device_automata in (False, True):
+        chosen = options if device_automata else {}
+        automata = {} if chosen.get("generation") else {"device_automata": device_automata}
+        with settled(demo_engine(max_batch_size=4, **automata, **chosen)) as engine:
+            compile_automata(engine, requests)
+            outputs = engine.generate(requests)
+            assert {(output.reason, output.closing) for output in outputs} == {
+                ("stop", "guaranteed")
+            }
+            found.append(answers(outputs))
+            if device_automata:
+                assert engine.stats.rounds_by_kind["host"] == 0
+                counters = engine.counters()["automata"]
+                assert counters["narrowed_rows"] > 0 and counters["closed"] > 0
+    assert found[0] == found[1]

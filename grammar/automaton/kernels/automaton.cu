@@ -42,11 +42,23 @@ struct Advance {
 // as later than this replay.
 extern "C" __global__ void automaton_join(AutomatonSlot* states, int slot, const int* replay,
                                           int* exchange, const ExchangeLayout layout,
-                                          const AutomatonSlot request) {
-  states[slot] = request;
+                                          const AutomatonRequest request) {
+  AutomatonSlot& own = states[slot];
+  own.table = request.table;
+  own.epoch = request.epoch;
+  own.applied = *replay;
+  own.drafted = 0;
+  own.closing_end = request.closing_end;
+  own.narrowed = 0;
+  own.num_stop_ids = request.num_stop_ids;
+  for (int i = 0; i < request.num_stop_ids; ++i) own.stop_ids[i] = request.stop_ids[i];
+  for (int j = 0; j < AUTOMATON_NODES; ++j) own.filled[j] = 0;
+  own.state[0] = request.state;
+  own.depth[0] = request.depth;
+  own.cost[0] = request.cost;
+  for (int i = 0; i < request.depth; ++i) own.stack[i] = request.stack[i];
   int* committed = record_of(exchange, layout, slot, layout.committed);
   *reinterpret_cast<Committed*>(committed) = {*replay, 0};
-  states[slot].applied = *replay;
 }
 
 // Counts the accepted drafts of a chain that were forced tokens, that is, the only legal id of
@@ -65,24 +77,48 @@ __device__ inline void count_forced(const Advance& a, const RoundRow* row) {
   }
 }
 
-// Advances state[0] of slot `index` by the committed tokens `ids`, and invalidates the stamps of
-// all mask rows of the slot.
+// Counts the request if a stop id has ended it after a budget had excluded tokens from its rows.
+__device__ inline void count_closed(const Advance& a, const RoundRow* row) {
+  if (row->slot < 0 || row->reason != REASON_STOP) return;
+  const AutomatonSlot& own = a.states[row->slot];
+  if (own.epoch == a.slots[row->slot].epoch && own.narrowed) atomicAdd(&a.cache->closed, 1u);
+}
+
+// Stores a position that begins at the stack of node `from` as the position of node `to`. Returns
+// false if its stack is too deep to be stored.
+__device__ __forceinline__ bool store_position(AutomatonSlot& own, int from, int to,
+                                               const MovingPosition& at) {
+  if (at.depth() > AUTOMATON_DEPTH) return false;
+  int* stack = own.stack + to * AUTOMATON_DEPTH;
+  if (from != to) {
+    for (int i = 0; i < at.kept; ++i) stack[i] = at.below[i];
+  }
+  for (int i = 0; i < at.pushed; ++i) stack[at.kept + i] = at.above[i];
+  own.state[to] = at.state;
+  own.depth[to] = at.depth();
+  own.cost[to] = at.cost;
+  return true;
+}
+
+// Advances node 0 of slot `index` by the committed tokens `ids`, and invalidates the stamps of all
+// mask rows of the slot. The state becomes NODE_ERROR after an illegal token, and if the stack has
+// become too deep for the device. The scheduler then runs the request's grammar steps on the host.
 __device__ inline void commit(const Advance& a, int index, const int* ids, int count, int replay) {
   AutomatonSlot& own = a.states[index];
   const Automaton automaton(a.tables, own.table);
-  int state = own.state[0];
   for (int i = 0; i < count; ++i) {
     const int token = ids[i];
+    const int state = own.state[0];
     if (state < 0) {
-      state = NODE_ERROR;
+      own.state[0] = NODE_ERROR;
     } else if (is_ending(own, token)) {
-      state = automaton.accepting[state] != 0 ? NODE_ENDED : NODE_ERROR;
+      own.state[0] = automaton.accepting[state] != 0 ? NODE_ENDED : NODE_ERROR;
     } else {
-      state = automaton.walk(state, token);
-      if (state < 0) state = NODE_ERROR;
+      MovingPosition at(position_of(own, 0));
+      const bool legal = automaton.walk(at, token);
+      if (!legal || !store_position(own, 0, 0, at)) own.state[0] = NODE_ERROR;
     }
   }
-  own.state[0] = state;
   own.applied = replay;
   for (int j = 0; j < a.layout.rows; ++j) {
     own.filled[j] = 0;
@@ -90,19 +126,33 @@ __device__ inline void commit(const Advance& a, int index, const int* ids, int c
   }
 }
 
-// Computes the state of draft j from the state of its parent and the token of the draft. A draft
-// that is a stop id has no text, so its state becomes NODE_ILLEGAL and its mask row is not filled.
+// Returns the budget of mask row j: the number of tokens that may follow node j, a stop id
+// included. Returns NO_LIMIT if the output need not be complete.
+__device__ __forceinline__ int budget_of(const Slot& slot, const AutomatonSlot& own, int j) {
+  return own.closing_end < 0 ? NO_LIMIT : own.closing_end - (slot.n + depth_of(slot, j)) - 1;
+}
+
+// Computes the position of draft j from that of its parent and the token of the draft. The state
+// becomes NODE_ILLEGAL, and the mask row of the draft is not filled, if the draft is illegal or a
+// stop id, which has no text, if its stack is too deep for the device, or if the text after it
+// cannot be completed within the budget.
 __device__ __forceinline__ void enter(const Advance& a, const Slot& slot, AutomatonSlot& own,
                                       int j) {
-  const int before = own.state[slot.parent[j - 1]];
+  const int parent = slot.parent[j - 1];
+  own.state[j] = NODE_ILLEGAL;
+  if (own.state[parent] < 0) return;
   const Automaton automaton(a.tables, own.table);
-  own.state[j] = before < 0 ? NODE_ILLEGAL : automaton.walk(before, slot.drafts[j - 1]);
+  MovingPosition at(position_of(own, parent));
+  if (!automaton.walk(at, slot.drafts[j - 1])) return;
+  const int budget = budget_of(slot, own, j);
+  if (budget != NO_LIMIT && automaton.distance_of(at) > budget) return;
+  store_position(own, parent, j, at);
 }
 
 // Describes mask row j in `item`, so that automaton_fill fills the row, and marks the row as
 // filled. Does nothing if the state of draft j is NODE_ILLEGAL.
-__device__ __forceinline__ void request_row(const Slot& slot, AutomatonSlot& own, int index, int j,
-                                            FillItem* item) {
+__device__ __forceinline__ void request_row(const Advance& a, const Slot& slot, AutomatonSlot& own,
+                                            int index, int j, FillItem* item) {
   const int state = own.state[j];
   if (state == NODE_ILLEGAL) return;
   item->action = state >= 0 ? FILL_ROW : FILL_STAMP;
@@ -113,7 +163,17 @@ __device__ __forceinline__ void request_row(const Slot& slot, AutomatonSlot& own
   item->state = state;
   item->position = slot.n + depth_of(slot, j);
   item->source = item->store = -1;
+  item->limit = NO_LIMIT;
+  const int budget = budget_of(slot, own, j);
+  if (budget != NO_LIMIT && state >= 0) {
+    const Automaton automaton(a.tables, own.table);
+    if (automaton.largest_step + own.cost[j] > budget - 1) item->limit = budget - 1;
+  }
   own.filled[j] = 1;
+}
+
+__device__ __forceinline__ bool uses_cache(const FillItem& item) {
+  return item.action == FILL_ROW && item.limit == NO_LIMIT;
 }
 
 // Returns the grammar state of a batch row's request. Returns null if the state is not on the
@@ -171,20 +231,20 @@ __device__ inline void use_cache(const Advance& a, int num_items) {
   block_sync();  // all threads have written their items
   const unsigned int now = a.cache->launch + 1;
   for (int i = static_cast<int>(threadIdx.x); i < num_items; i += BLOCK) {
-    if (a.items[i].action == FILL_ROW) find_row(a, a.items[i], now);
+    if (uses_cache(a.items[i])) find_row(a, a.items[i], now);
   }
   block_sync();  // find all rows before assigning any (rules 2 and 3 of RowCache in automaton.cuh)
   if (threadIdx.x == 0) a.cache->launch = now;
   for (int i = static_cast<int>(threadIdx.x); i < num_items; i += BLOCK) {
     FillItem& item = a.items[i];
-    if (item.action == FILL_ROW && item.source < 0) assign_row(a, item, now);
+    if (uses_cache(item) && item.source < 0) assign_row(a, item, now);
   }
 }
 
 // Removes the rows of a table from the cache. The kernel must be launched with one block.
 extern "C" __global__ void automaton_forget(unsigned char* memory, long long table,
                                             CachedRow* cached) {
-  const Automaton automaton({memory, nullptr, nullptr, 0}, table);
+  const Automaton automaton({memory, nullptr, nullptr, nullptr, 0}, table);
   const int states = reinterpret_cast<const AutomatonTable*>(memory + table)->states;
   for (int s = static_cast<int>(threadIdx.x); s < states; s += BLOCK) {
     const int r = automaton.rows[s];
@@ -194,26 +254,34 @@ extern "C" __global__ void automaton_forget(unsigned char* memory, long long tab
   }
 }
 
-// Returns word w of the mask row of a state: one bit for each of 32 tokens. All threads of a warp
-// must call this function with the same arguments.
-__device__ __forceinline__ unsigned int legal_word(const Automaton& automaton, int state, int w) {
+// Returns word w of a mask row: bit i is set if `tested` has bit i, token 32 * w + i is legal at a
+// position, and leads to a distance of at most `limit`. Sets `narrowed` if the limit has excluded
+// a legal token. All threads of a warp must call this function with the same arguments.
+__device__ __forceinline__ unsigned int legal_word(const Automaton& automaton, const Position& from,
+                                                   int w, unsigned int tested, int limit,
+                                                   bool& narrowed) {
+  const auto is_legal = [&](int i) {
+    if ((tested >> i & 1u) == 0) return false;
+    MovingPosition at(from);
+    if (!automaton.walk(at, w * 32 + i)) return false;
+    if (limit == NO_LIMIT || automaton.distance_of(at) <= limit) return true;
+    narrowed = true;
+    return false;
+  };
+  if (LANES > 1) return __ballot_sync(FULL_WARP, is_legal(static_cast<int>(threadIdx.x) % LANES));
   unsigned int word = 0;
-  if (LANES == 1) {
-    for (int i = 0; i < 32; ++i) {
-      word |= static_cast<unsigned int>(automaton.walk(state, w * 32 + i) >= 0) << i;
-    }
-  } else {
-    const int token = w * 32 + static_cast<int>(threadIdx.x) % LANES;
-    word = __ballot_sync(FULL_WARP, automaton.walk(state, token) >= 0);
-  }
+  if (tested == 0) return word;
+  for (int i = 0; i < 32; ++i) word |= static_cast<unsigned int>(is_legal(i)) << i;
   return word;
 }
 
-// Adds the number of legal ids of mask word w to `legal`, and stores the largest of them in `last`.
+// Adds the number of legal ids of mask word w to `legal`, and sets `last` to the largest of them if
+// it is larger.
 __device__ __forceinline__ void count_ids(unsigned int word, int w, int& legal, int& last) {
   if (word == 0) return;
   legal += __popc(word);
-  last = w * 32 + 31 - __clz(static_cast<int>(word));
+  const int largest = w * 32 + 31 - __clz(static_cast<int>(word));
+  if (largest > last) last = largest;
 }
 
 // Open step: advances the state of each request by committed tokens that no commit step has
@@ -223,15 +291,15 @@ __device__ __forceinline__ void count_ids(unsigned int word, int w, int& legal, 
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_open(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
                    int* exchange, const ExchangeLayout layout, unsigned char* memory,
-                   const int* offsets, const unsigned char* bytes, int num_tokens,
-                   const int* replay, FillItem* items, RowCache* cache, CachedRow* cached,
-                   int num_cached, int num_rows, int copied) {
+                   const int* offsets, const unsigned char* bytes, const unsigned int* closing,
+                   int num_tokens, const int* replay, FillItem* items, RowCache* cache,
+                   CachedRow* cached, int num_cached, int num_rows, int copied) {
   const Advance a = {row_slot,
                      slots,
                      states,
                      exchange,
                      layout,
-                     {memory, offsets, bytes, num_tokens},
+                     {memory, offsets, bytes, closing, num_tokens},
                      *replay,
                      items,
                      cache,
@@ -254,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     for (int j = 0; j < num_rows && j <= slot.draft_len; ++j) {
       if (kept && own->filled[j]) continue;
       if (j > 0) enter(a, slot, *own, j);
-      request_row(slot, *own, index, j, own_items + j);
+      request_row(a, slot, *own, index, j, own_items + j);
     }
   }
   use_cache(a, batch * num_rows);
@@ -266,15 +334,16 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_commit(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
                      int* exchange, const ExchangeLayout layout, unsigned char* memory,
-                     const int* offsets, const unsigned char* bytes, int num_tokens,
-                     const int* replay, FillItem* items, RowCache* cache, CachedRow* cached,
-                     int num_cached, int fill, const RoundRow* rows, int row_words, int forced) {
+                     const int* offsets, const unsigned char* bytes, const unsigned int* closing,
+                     int num_tokens, const int* replay, FillItem* items, RowCache* cache,
+                     CachedRow* cached, int num_cached, int fill, const RoundRow* rows,
+                     int row_words, int forced) {
   const Advance a = {row_slot,
                      slots,
                      states,
                      exchange,
                      layout,
-                     {memory, offsets, bytes, num_tokens},
+                     {memory, offsets, bytes, closing, num_tokens},
                      *replay,
                      items,
                      cache,
@@ -286,11 +355,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     AutomatonSlot* own = state_of(a, b);
     const RoundRow* row = round_row(rows, row_words, b);
     if (forced) count_forced(a, row);
+    count_closed(a, row);
     if (own == nullptr || row->count <= 0) continue;
     const int index = a.row_slot[b];
     commit(a, index, reinterpret_cast<const int*>(row + 1), row->count, a.replay);
     own->drafted = a.replay;
-    if (fill) request_row(a.slots[index], *own, index, 0, item);
+    if (fill) request_row(a, a.slots[index], *own, index, 0, item);
   }
   if (fill) use_cache(a, batch);
 }
@@ -300,15 +370,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_draft(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
                     int* exchange, const ExchangeLayout layout, unsigned char* memory,
-                    const int* offsets, const unsigned char* bytes, int num_tokens,
-                    const int* replay, FillItem* items, RowCache* cache, CachedRow* cached,
-                    int num_cached, int j, const RoundRow* rows, int row_words) {
+                    const int* offsets, const unsigned char* bytes, const unsigned int* closing,
+                    int num_tokens, const int* replay, FillItem* items, RowCache* cache,
+                    CachedRow* cached, int num_cached, int j, const RoundRow* rows, int row_words) {
   const Advance a = {row_slot,
                      slots,
                      states,
                      exchange,
                      layout,
-                     {memory, offsets, bytes, num_tokens},
+                     {memory, offsets, bytes, closing, num_tokens},
                      *replay,
                      items,
                      cache,
@@ -324,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     const Slot& slot = a.slots[index];
     if (slot.draft_len < j || !own->filled[j - 1]) continue;
     enter(a, slot, *own, j);
-    request_row(slot, *own, index, j, item);
+    request_row(a, slot, *own, index, j, item);
   }
   use_cache(a, batch);
 }
@@ -335,10 +405,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 // single legal id contains this id, as on the host (Forced::token with `unique_only`,
 // native/guide/slot.h).
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
-    automaton_fill(FillItem* items, const AutomatonSlot* states, int* masks, int* exchange,
+    automaton_fill(FillItem* items, AutomatonSlot* states, int* masks, int* exchange,
                    const ExchangeLayout layout, unsigned char* memory, const int* offsets,
-                   const unsigned char* bytes, int num_tokens, unsigned int* cached_words,
-                   int forced) {
+                   const unsigned char* bytes, const unsigned int* closing, int num_tokens,
+                   unsigned int* cached_words, RowCache* cache, int forced) {
   __shared__ int num_legal;
   __shared__ int last_legal;
   FillItem& item = items[blockIdx.x];
@@ -353,16 +423,24 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     }
     return;
   }
-  const Automaton automaton({memory, offsets, bytes, num_tokens}, item.table);
+  const Automaton automaton({memory, offsets, bytes, closing, num_tokens}, item.table);
   unsigned int* row = const_cast<unsigned int*>(mask_of(masks, layout, item.slot, item.j));
   const int words = (layout.words + parts - 1) / parts;
   const int begin = part * words;
   const int end = begin + words < layout.words ? begin + words : layout.words;
+  const int first_word = begin + static_cast<int>(threadIdx.x) / LANES;
+  const bool writes = threadIdx.x % LANES == 0;
   if (leader) {
     num_legal = 0;
     last_legal = 0;
   }
   block_sync();
+  const Position position = position_of(own, item.j);
+  const Position base = {item.state, 0, 0, nullptr};  // without the stack
+  const bool is_limited = item.limit != NO_LIMIT;
+  // Tokens whose bits depend on the stack, and are therefore not in cached rows.
+  const bool has_closing = automaton.pops != 0 && !is_limited;
+  bool narrowed = false;
   unsigned int seen = 0;
   int legal = 0;
   int last = 0;
@@ -376,22 +454,37 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   } else {
     unsigned int* stored = nullptr;
     if (item.store >= 0) stored = cached_words + static_cast<long long>(item.store) * layout.words;
-    for (int w = begin + static_cast<int>(threadIdx.x) / LANES; w < end; w += BLOCK / LANES) {
-      const unsigned int word = legal_word(automaton, item.state, w);
-      if (threadIdx.x % LANES != 0) continue;
+    for (int w = first_word; w < end; w += BLOCK / LANES) {
+      const unsigned int tested = has_closing ? ~closing[w] : ~0u;
+      const unsigned int word =
+          legal_word(automaton, is_limited ? position : base, w, tested, item.limit, narrowed);
+      if (!writes) continue;
       seen |= word;
       if (forced) count_ids(word, w, legal, last);
       row[w] = word;
       if (stored != nullptr) stored[w] = word;
     }
   }
+  if (has_closing) {
+    block_sync();  // all words are written
+    for (int w = first_word; w < end; w += BLOCK / LANES) {
+      if (closing[w] == 0) continue;
+      const unsigned int word =
+          legal_word(automaton, position, w, closing[w], item.limit, narrowed);
+      if (!writes || word == 0) continue;
+      seen |= word;
+      if (forced) count_ids(word, w, legal, last);
+      row[w] |= word;
+    }
+  }
+  if (narrowed) atomicExch(&item.narrowed, 1);
   if (seen != 0) {
     atomicAdd(&num_legal, forced ? legal : 1);
     atomicMax(&last_legal, last);
   }
   block_sync();
   if (!leader) return;
-  if (automaton.accepting[item.state] != 0) {
+  if (automaton.accepting[item.state] != 0 && item.limit >= 0) {
     for (int i = 0; i < own.num_stop_ids; ++i) {
       const int w = own.stop_ids[i] >> 5;
       if (w < begin || w >= end) continue;
@@ -409,6 +502,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   __threadfence();
   const int total = atomicExch(&item.num_legal, 0);
   const int token = atomicExch(&item.last_legal, 0);
+  if (atomicExch(&item.narrowed, 0) != 0) {
+    atomicAdd(&cache->narrowed_rows, 1u);
+    states[item.slot].narrowed = 1;
+  }
   const int state = total != 0 ? ROW_READY : ROW_DEAD_END;
   const int detail = forced && total == 1 ? 1 + token : 0;
   write_stamp(exchange, layout, item.slot, item.j, state, own.epoch, item.position, detail);

@@ -1,4 +1,5 @@
-// Automata of regular grammars in device memory, and the states of the requests that use them.
+// Machines (automata with a stack) in device memory, and the states of the requests that use them.
+// native/guide/automaton/machine.h says what a machine is.
 //
 // For these requests, kernels do the work of the grammar worker (native/guide/worker.h). They
 // advance the states by committed tokens and drafts, fill mask rows and write the stamp of each
@@ -26,31 +27,77 @@
 #define AUTOMATON_STOPS 64  // maximum number of stop ids in an AutomatonSlot
 #define AUTOMATON_NODES 65  // MAX_DRAFTS + 1
 
-// Header of an automaton's table. These arrays follow it without gaps:
+#define AUTOMATON_DEPTH 64    // maximum number of entries on the stack of a node
+#define AUTOMATON_STACK 4160  // AUTOMATON_NODES * AUTOMATON_DEPTH
+
+// Maximum number of entries that one token may push. Requests are not promoted if the vocabulary
+// has a token with more opening brackets.
+#define AUTOMATON_PUSHES 64
+
+// FillItem.limit of rows that allow all legal tokens.
+#define NO_LIMIT 2147483647
+
+// Header of a machine's table. These arrays follow it without gaps; AutomatonGrammar.table()
+// (native/guide/automaton/bind.cpp) describes those that are not described here:
 // * uint8 [256]: class of each byte.
 // * int32 [states]: row of each state in the row cache, or ROW_ABSENT or ROW_CLAIMED.
-// * int16 [states][classes]: next state, or -1 if the byte is illegal.
+// * int32 [states]: distance of each state.
+// * int32 [entries]: cost of each entry.
+// * int32 [entries + 1]: index of the first return of each entry.
+// * int16 [states][classes]: next state, -1 if the byte is illegal, or -2 - the number of an
+// action.
+// * int16 [actions][2]: (entry, next state) to push an entry, (-1, exit) to pop one.
+// * int16 [returns][2]: (exit, next state).
 // * uint8 [states]: whether the state is accepting.
 #define ROW_ABSENT -1
 #define ROW_CLAIMED -2  // a thread of the running kernel is assigning a row to the state
 struct AutomatonTable {
   int states;
   int classes;
+  int entries;
+  int actions;
+  int returns;
+  int pops;  // whether a byte pops an entry
+  // Upper bound of the distance by which a token leads further away: no token leads from a state to
+  // a position whose distance is larger than this number plus the costs of the stack before it.
+  int largest_step;
 };
 
-// Grammar state of a request whose automaton runs on the device (a promoted request). The request
-// of a slot is promoted if and only if its epoch equals the `epoch` of the slot's AutomatonSlot.
-// Python reads the layout of this struct from this header (device.py) and passes the struct to
-// automaton_join by value.
+// A request that joins the batch, as automaton_join receives it. The fields of AutomatonSlot with
+// the same names describe them; `state`, `depth` and `stack` are those of the last committed token.
+struct AutomatonRequest {
+  long long table;
+  long long cost;
+  int epoch;
+  int closing_end;
+  int num_stop_ids;
+  int state;
+  int depth;
+  int stop_ids[AUTOMATON_STOPS];
+  int stack[AUTOMATON_DEPTH];
+};
+
+// Grammar state of a request whose machine runs on the device (a promoted request). The request of
+// a slot is promoted if and only if its epoch equals the `epoch` of the slot's AutomatonSlot.
 struct AutomatonSlot {
   long long table;  // offset of an AutomatonTable in the memory of all tables
   int epoch;        // epoch of the request, see Slot
-  int applied;      // last replay whose commit was applied to state[0]
+  int applied;      // last replay whose commit was applied to node 0
   int drafted;      // replay in which the rows marked in `filled` were filled
+  // Exclusive upper bound of the positions of the request's tokens if the output must be complete
+  // before it; -1 otherwise. The budget of the mask row after the token at position p is
+  // closing_end - p - 1 (native/guide/matcher.h).
+  int closing_end;
+  int narrowed;  // whether a budget has excluded legal tokens from a row of the request
   int num_stop_ids;
   int stop_ids[AUTOMATON_STOPS];  // ids that end the text in an accepting state
-  int state[AUTOMATON_NODES];     // automaton state or NODE_* of each node of the draft tree
-  int filled[AUTOMATON_NODES];    // whether the mask row of each node is filled
+  // The following arrays have an element for each node of the draft tree: node 0 is the last
+  // committed token, node j is draft j.
+  int state[AUTOMATON_NODES];       // state of the machine, or NODE_*
+  int filled[AUTOMATON_NODES];      // whether the mask row of the node is filled
+  int depth[AUTOMATON_NODES];       // number of entries on the stack
+  long long cost[AUTOMATON_NODES];  // sum of the costs of these entries
+  int stack[AUTOMATON_STACK];       // entries of node j, from j * AUTOMATON_DEPTH, the top last
 };
 
 // Describes the work for one mask row. The kernels that advance states write the items, and
@@ -65,15 +112,21 @@ struct FillItem {
   int source;    // row of the cache to copy; -1: compute the row
   int store;     // row of the cache to store the computed row in; -1: none
   int position;  // position of the token before the token that the row constrains
+  // Largest distance of the positions to which tokens of the row may lead, or NO_LIMIT. A row with
+  // a limit is neither read from the cache nor stored in it.
+  int limit;
   // Number of legal ids, summed by the blocks that share the row. If automaton_fill does not look
   // for forced tokens, it is not counted exactly; it is positive if and only if an id is legal.
   int num_legal;
   int last_legal;        // largest legal id, if automaton_fill looks for forced tokens
+  int narrowed;          // whether the limit has excluded a legal token, as far as blocks know
   unsigned int arrived;  // number of blocks that have finished their part of the row
 };
 
-// Row cache: mask rows of automaton states, without the bits of stop ids, which differ between
-// requests.
+// Row cache: mask rows of states, without the bits of stop ids, which differ between requests. If
+// the machine pops entries, a cached row also has no bits of tokens that contain a closing byte
+// (Tables.closing), because these bits depend on the stack. automaton_fill tests these tokens anew
+// for each row.
 //
 // 1. Only the kernels that advance states (automaton_open, automaton_commit and automaton_draft)
 //    assign cache rows to states. They run one after another, with one block each. `launch` counts
@@ -96,6 +149,10 @@ struct RowCache {
   unsigned int evicted;
   // Number of accepted drafts that the grammar forced.
   unsigned int forced;
+  // Number of rows from which a budget has excluded legal tokens, and number of requests with such
+  // rows whose text is complete.
+  unsigned int narrowed_rows;
+  unsigned int closed;
 };
 
 struct CachedRow {
@@ -105,43 +162,118 @@ struct CachedRow {
   unsigned int used;  // number of the last kernel that has found or assigned the row
 };
 
-// Tables of all automata, and the bytes of the tokens of the vocabulary: token i < num_tokens has
-// bytes offsets[i] to offsets[i + 1]. Greater ids have no text.
+// Tables of all machines, and the bytes of the tokens of the vocabulary: token i < num_tokens has
+// bytes offsets[i] to offsets[i + 1]. Greater ids have no text. `closing` is a mask row: its bits
+// are set for the tokens that contain a byte which may pop an entry.
 struct Tables {
   unsigned char* memory;
   const int* offsets;
   const unsigned char* bytes;
+  const unsigned int* closing;
   int num_tokens;
+};
+
+// Position of a machine in a text: its state and its stack. `depth` entries from `below` are the
+// stack, the top last.
+struct Position {
+  int state;
+  int depth;
+  long long cost;  // sum of the costs of all entries
+  const int* below;
+};
+
+__device__ __forceinline__ Position position_of(const AutomatonSlot& slot, int node) {
+  return {slot.state[node], slot.depth[node], slot.cost[node], slot.stack + node * AUTOMATON_DEPTH};
+}
+
+// Position that moves on without changing the stack that it began with, which other threads read
+// too: the stack consists of the lower `kept` entries of that stack, and of `pushed` entries.
+struct MovingPosition {
+  int state;
+  int kept;
+  int pushed;
+  long long cost;
+  const int* below;
+  short above[AUTOMATON_PUSHES];
+
+  __device__ __forceinline__ explicit MovingPosition(const Position& from)
+      : state(from.state), kept(from.depth), pushed(0), cost(from.cost), below(from.below) {}
+
+  __device__ __forceinline__ int depth() const { return kept + pushed; }
 };
 
 struct Automaton {
   Tables tables;
   const unsigned char* byte_class;
   int* rows;
+  const int* distance;
+  const int* entry_cost;
+  const int* returns_begin;
   const short* next;
+  const short* actions;
+  const short* returns;
   const unsigned char* accepting;
   int classes;
+  int pops;
+  int largest_step;
 
   __device__ __forceinline__ Automaton(const Tables& all, long long offset) : tables(all) {
     unsigned char* memory = all.memory + offset;
     const AutomatonTable* table = reinterpret_cast<const AutomatonTable*>(memory);
     const long long states = table->states;
     classes = table->classes;
+    pops = table->pops;
+    largest_step = table->largest_step;
     byte_class = memory + sizeof(AutomatonTable);
     rows = reinterpret_cast<int*>(memory + sizeof(AutomatonTable) + 256);
-    next = reinterpret_cast<const short*>(rows + states);
-    accepting = reinterpret_cast<const unsigned char*>(next + states * classes);
+    distance = rows + states;
+    entry_cost = distance + states;
+    returns_begin = entry_cost + table->entries;
+    next = reinterpret_cast<const short*>(returns_begin + table->entries + 1);
+    actions = next + states * classes;
+    returns = actions + 2 * table->actions;
+    accepting = reinterpret_cast<const unsigned char*>(returns + 2 * table->returns);
   }
 
-  // Returns the state after the text of a token, or NODE_ILLEGAL if the token is illegal or has no
-  // text.
-  __device__ __forceinline__ int walk(int state, int token) const {
-    if (token < 0 || token >= tables.num_tokens) return NODE_ILLEGAL;
+  // Reads a byte that pushes or pops an entry. Returns whether it is legal.
+  __device__ inline bool act(MovingPosition& at, int action) const {
+    const int entry = actions[2 * action];
+    const int target = actions[2 * action + 1];
+    if (entry >= 0) {
+      at.above[at.pushed++] = static_cast<short>(entry);
+      at.cost += entry_cost[entry];
+      at.state = target;
+      return true;
+    }
+    if (at.depth() == 0) return false;
+    const int top = at.pushed > 0 ? at.above[--at.pushed] : at.below[--at.kept];
+    at.cost -= entry_cost[top];
+    at.state = -1;
+    for (int i = returns_begin[top]; i < returns_begin[top + 1]; ++i) {
+      if (returns[2 * i] == target) at.state = returns[2 * i + 1];
+    }
+    return at.state >= 0;
+  }
+
+  // Reads the text of a token. Returns whether the token has text and is legal.
+  __device__ __forceinline__ bool walk(MovingPosition& at, int token) const {
+    if (token < 0 || token >= tables.num_tokens) return false;
     const int end = tables.offsets[token + 1];
     int i = tables.offsets[token];
-    if (i == end) return NODE_ILLEGAL;
-    for (; i < end && state >= 0; ++i) state = next[state * classes + byte_class[tables.bytes[i]]];
-    return state;
+    if (i == end) return false;
+    for (; i < end; ++i) {
+      const int code = next[at.state * classes + byte_class[tables.bytes[i]]];
+      if (code >= 0) {
+        at.state = code;
+      } else if (code == -1 || !act(at, -2 - code)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ long long distance_of(const MovingPosition& at) const {
+    return distance[at.state] + at.cost;
   }
 };
 
