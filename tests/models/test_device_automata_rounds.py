@@ -308,3 +308,22 @@ def test_device_automata_complete_outputs_like_the_host(options):
                 counters = engine.counters()["automata"]
                 assert counters["narrowed_rows"] > 0 and counters["closed"] > 0
     assert found[0] == found[1]
+
+
+def test_request_with_a_deep_stack_continues_on_the_host():
+    """The model opens as many arrays as max_tokens allows, more than the device's stack holds."""
+    schema = {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}
+    spec = GrammarSpec.json_schema(schema)
+    found = []
+    for options in ({}, {"device_automata": True}, {"generation": "graph"}):
+        with settled(demo_engine(max_batch_size=2, **options)) as engine:
+            bracket = engine.tokenizer.encode("[")[-1]
+            request = Request(prompt="x", grammar=spec, max_tokens=150, logit_bias={bracket: 100.0})
+            compile_automata(engine, [request])
+            [output] = engine.generate([request])
+            depth = len(output.text) // 2
+            assert depth > 70
+            assert output.text == "[" * depth + "]" * depth
+            assert output.preempted == bool(options)
+            found.append(output.tokens)
+    assert found[1:] == found[:1] * 2
