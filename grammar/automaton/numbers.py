@@ -38,6 +38,12 @@ _DIGIT = lower_regex("[0-9]")
 _DIGITS = repeat(_DIGIT, 0, None)
 _FRACTION = optional(lower_regex(r"\.[0-9]+"))
 _MINUS = text("-")
+# The digits with the remainders 0, 1 and 2 when divided by 3 are 0369, 147 and 258. The pattern
+# reads digits from one multiple of 3 to the next one.
+_MULTIPLES_OF_3 = lower_regex(
+    "([0369]|[258][0369]*[147]|([147]|[258][0369]*[258])([0369]|[147][0369]*[258])*"
+    "([258]|[147][0369]*[147]))+"
+)
 _INTEGER = lower_regex("-?(0|[1-9][0-9]*)")
 _NUMBER = lower_regex(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?")
 
@@ -347,7 +353,8 @@ def _multiples(coefficient: int, digits: int) -> Expression:
     """Return the expression of the multiples of ``coefficient / 10**digits``.
 
     They have no exponent and at most `digits` digits after the point. Raise `NotRegular` unless a
-    few digits at the end of a number show whether it is a multiple.
+    few digits at the end of a number show whether it is a multiple of the coefficient or, for
+    multiples of 3, of a third of it.
     """
     sign = optional(_MINUS)
     if coefficient == 0:
@@ -363,6 +370,9 @@ def _multiples(coefficient: int, digits: int) -> Expression:
             fractions.append(_with_remainder(length, divisor, 0))
         fraction = optional(concat([text("."), union(fractions)]))
         return concat([sign, repeat(_DIGIT, 1, None), fraction])
+    if coefficient % 3 == 0 and coefficient % 9:
+        by_3 = concat([sign, _MULTIPLES_OF_3])
+        return by_3 if coefficient == 3 else both(by_3, _multiples(coefficient // 3, 0))
     length = 0
     while 10**length % coefficient:
         length += 1

@@ -343,12 +343,10 @@ class _Document:
             max(low - count, 0),
             None if high is None else high - count,
         )
-        # Each item up to `low` is required; each later one may end the array.
-        parts = [concat([layout.comma, item]) for item in spaced]
-        parts[0] = spaced[0]
+        parts = [spaced[0], *(concat([layout.comma, item]) for item in spaced[1:])]
+        # The first `low` items are required; each later one may end the array.
         body = tail
-        for index in range(count - 1, -1, -1):
-            body = concat([parts[index], body])
-            if index >= low:
-                body = optional(body)
+        for part in reversed(parts[low:]):
+            body = optional(concat([part, body]))
+        body = concat([*parts[:low], body])
         return concat([layout.space, body])

@@ -8,9 +8,9 @@ import random
 from typing import Any
 
 import pytest
-from mask_walks import require_equal_walks, require_oracle_walks
+from mask_walks import STOP, VOCABULARY, compile_both, require_equal_walks, require_oracle_walks
 
-from graft.grammar import GrammarError, GrammarSpec
+from graft.grammar import CompiledGrammar, GrammarError, GrammarSpec
 from graft.grammar.automaton.formats import FORMATS
 from graft.grammar.automaton.lower import compile_automaton, lower
 from graft.grammar.regular.regex import NotRegular
@@ -237,7 +237,7 @@ def test_number_automaton_has_masks_of_llguidance(low: Any, high: Any, exclusive
     assert compared or exclusive or isinstance(low, float)
 
 
-@pytest.mark.parametrize("divisor", [1, 2, 5, 8, 20, 100, 0.5, 0.25, 0.05, 0.01])
+@pytest.mark.parametrize("divisor", [1, 2, 3, 5, 8, 15, 20, 60, 100, 0.5, 0.25, 0.05, 0.01])
 def test_multiples_automaton_has_masks_of_llguidance(divisor: float):
     for keywords in ({"type": "number"}, {"type": "integer", "minimum": 0, "maximum": 1000}):
         spec = GrammarSpec.json_schema({**keywords, "multipleOf": divisor})
@@ -283,21 +283,51 @@ def test_pattern_automaton_has_masks_of_llguidance(pattern: str):
     require_equal_walks(GrammarSpec.json_schema({"type": "string", "pattern": pattern}), 20, 12)
 
 
-def test_listed_name_cannot_be_repeated_in_another_spelling():
-    """An escape sequence does not make a listed name another name."""
-    for schema in (SCHEMAS["additional"], SCHEMAS["additional_schema"]):
-        grammar = resolve_for_backend(GrammarSpec.json_schema(schema), "llguidance")
-        assert b"\\u0069" not in bytes_of_texts(lower(grammar), ['{"\\u0069d": "x"}', '{"i": "x"}'])
+CHECKED_TEXTS = {
+    "listed_name": ("additional", ['{"id": 1}', '{"i": 1}'], ['{"id": "a"}', r'{"\u0069d": 1}']),
+    "pattern_of_name": (
+        "pattern_and_names",
+        ['{"x-a": true, "b": 1, "x-b": [], "1": ""}', '{"y": null}'],
+        [r'{"\u0078-b": 1}', '{"x-a": 1}', '{"1": null}', '{"y": 1}'],
+    ),
+    "exclusive_bounds": (
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
+        ["0.5", "0.01"],
+        ["0", "-0", "0.51"],
+    ),
+    "large_bounds": (
+        {"type": "integer", "minimum": 9007199254740993, "maximum": 9007199254740999},
+        ["9007199254740996"],
+        ["9007199254740992", "9007199254741000"],
+    ),
+    "no_name_left": ("unsatisfiable_name", ['{"id": 3}'], ['{"id": 3, ', '{"id": 4}', "{}"]),
+    "forbidden_name": ("forbidden_property", ['{"b": null}', '{"c": 1}'], ['{"a": 1}']),
+    "repeated_name": (
+        {**closed({"a": NULL, "b": NULL}, []), "minProperties": 2},
+        ['{"a": null, "b": null}'],
+        ['{"a": null, "a": null}', '{"a": null}'],
+    ),
+    "quote": ({"type": "string", "pattern": r'^[^"\n]+$'}, ['"a"'], [r'"\""', r'"\n"', '""']),
+    "recursive": ("list", ['{"next": {"next": {"v": 1}}}'], ['{"next": {"next": 1}}']),
+    "nested_data": ("any", ['[{"a": [[], {}]}, 1e5]', '""'], ["[1,]", "{,}"]),
+}
 
 
-def bytes_of_texts(rules: list[tuple[int, int, list[int]]], texts: list[str]) -> bytes:
-    """Return those texts that some rules match."""
-    from rule_matcher import RuleMatcher
+@pytest.mark.parametrize("name", CHECKED_TEXTS)
+def test_automaton_accepts_only_valid_texts(name: str):
+    schema, valid, invalid = CHECKED_TEXTS[name]
+    schema = SCHEMAS[schema] if isinstance(schema, str) else schema
+    compiled = compile_both(GrammarSpec.json_schema(schema))
+    for text in valid:
+        assert accepts(compiled, text), text
+    for text in invalid:
+        assert not accepts(compiled, text), text
 
-    matcher = RuleMatcher(rules)
-    found = [text.encode() for text in texts if matcher.accepts(text.encode())]
-    assert found
-    return b"".join(found)
+
+def accepts(compiled: CompiledGrammar, text: str) -> bool:
+    matcher = compiled.matcher()
+    tokens = [VOCABULARY.tokens.index(bytes([byte])) for byte in text.encode()]
+    return all(map(matcher.accept, [*tokens, STOP]))
 
 
 REFUSED_BY_LOWERING = {
