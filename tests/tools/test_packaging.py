@@ -257,7 +257,9 @@ def test_wheel_contains_runtime_files_only(tmp_path):
             "demo/llm_prompts.jsonl",
         )
     } <= names
-    assert not names & {Path("graft/tools", name) for name in ("check_requirements.sh", "docs.py")}
+    assert not names & {
+        Path("graft/tools", name) for name in ("check_requirements.sh", "docs.py", "notebook.py")
+    }
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 import os
 import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -19,7 +21,7 @@ from typing import NamedTuple
 
 import pytest
 
-from graft.tools import cli
+from graft.tools import cli, notebook
 from graft.tools.demo_model import demo_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -170,6 +172,43 @@ def test_page_command_exists(block, line):
         assert importlib.util.find_spec(words[2]) is not None
     else:
         assert words[0] in OTHER_PROGRAMS
+
+
+def test_notebook_has_text_and_programs_of_first_steps():
+    """``python -m graft.tools.notebook`` writes the notebook."""
+    written = json.loads(notebook.NOTEBOOK.read_text(encoding="utf-8"))
+    assert written == notebook.notebook((ROOT / "FIRST_STEPS.md").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in written["cells"] if cell["cell_type"] == "code"]
+    programs = [block.text.rstrip() for block in PROGRAMS if block.page == "FIRST_STEPS.md"]
+    assert len(programs) >= 4 and [cell for cell in cells if cell in programs] == programs
+
+
+@pytest.mark.full
+def test_notebook_runs(tmp_path):
+    """All cells run one after another in one process, and print what their comments say."""
+    cells = json.loads(notebook.NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    program = "import subprocess\n"
+    for cell in cells:
+        source = "".join(cell["source"]).replace("8000", port)
+        if source.startswith("%%bash\n"):
+            commands = source.removeprefix("%%bash\n")
+            commands = re.sub(
+                r"^graft ", f"{sys.executable} -m graft.tools.cli ", commands, flags=re.M
+            )
+            program += f"subprocess.run(['bash', '-e', '-c', {commands!r}], check=True)\n"
+        elif cell["cell_type"] == "code":
+            program += f"{source}\n"
+    path = tmp_path / "notebook.py"
+    path.write_text(program)
+    env = {**os.environ, "GRAFT_DEVICE": "soft"}
+    done = subprocess.run(
+        [sys.executable, "-u", str(path)], text=True, capture_output=True, cwd=tmp_path, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    check_printed(program, done.stdout)
 
 
 #: Commands that the test below does not run: the start of the line, and the reason.
