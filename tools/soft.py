@@ -4,16 +4,18 @@ The soft device is a library that implements the CUDA driver API on the CPU. The
 preloaded into the program, so that cuda.bindings, cuda.core and graft use it in place of NVIDIA's
 ``libcuda.so.1``. ``native/softcuda/README.md`` describes what the soft device supports.
 
-With ``--code ptx``, graft compiles its kernels to PTX, which the soft device interprets. Programs
-that compile kernels to cubins with NVRTC also get PTX: the command preloads a library that forwards
-calls to NVRTC and returns PTX in place of cubins, and one that hides nvJitLink, which would link
-PTX to machine code. With ``--count FILE``, the soft device counts the
-instructions and the memory traffic of the kernels.
+Programs that compile kernels to cubins with NVRTC get PTX, which the soft device interprets: the
+command preloads a library that forwards calls to NVRTC and returns PTX in place of cubins, and one
+that hides nvJitLink, which would link PTX to machine code. It does so if cuda.core or numba-cuda is
+installed, or with ``--code ptx``. With ``--code ptx``, graft compiles its own kernels to PTX too.
+With ``--count FILE``, the soft device counts the instructions and the memory traffic of the
+kernels.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -71,7 +73,8 @@ def soft_environment(
     Parameters
     ----------
     code
-        Code of graft's kernels: "host" or "ptx"; "" keeps the setting of the environment.
+        Code of graft's kernels: "host" or "ptx"; "" keeps the setting of the environment, and
+        lets programs that compile with NVRTC run if a library that does so is installed.
     racecheck
         Whether races in shared and global memory are detected when PTX runs.
     seed
@@ -90,7 +93,7 @@ def soft_environment(
     preloaded = [str(library)]
     if code:
         variables["GRAFT_CODE"] = code
-    if code == "ptx":
+    if code == "ptx" or (code == "" and _compiles_with_nvrtc()):
         provide_ptx_library(cache_folder() / "soft")
         variables["SOFTCUDA_PTX_LIBRARY"] = os.environ["SOFTCUDA_PTX_LIBRARY"]
         variables["SOFTCUDA_NVRTC"] = str(nvrtc_library())
@@ -107,6 +110,12 @@ def soft_environment(
     if count:
         variables["SOFTCUDA_COUNT"] = os.path.abspath(count)
     return variables
+
+
+def _compiles_with_nvrtc() -> bool:
+    """Return whether a library is installed whose programs compile kernels with NVRTC."""
+    libraries = ("cuda.core", "numba_cuda")
+    return any(importlib.util.find_spec(name) for name in libraries) and not missing_compiler()
 
 
 def _compiler_wrappers(folder: Path, nvrtc: Path) -> list[str]:
@@ -128,8 +137,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--code",
         choices=CODES,
         default="",
-        help="how graft's kernels run: compiled for the CPU (host), or as PTX that the soft device "
-        "interprets (ptx); with ptx, other programs get PTX from NVRTC in place of cubins",
+        help="how graft's kernels run: compiled for the CPU (host, the default), or as PTX that "
+        "the soft device interprets (ptx); other programs get PTX from NVRTC in place of cubins, "
+        "unless --code host is given",
     )
     parser.add_argument(
         "--racecheck",

@@ -110,8 +110,8 @@ def run_soft(tmp_path, program: str, *options: str) -> subprocess.CompletedProce
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Output of the program without and with ``--code ptx``, and its log without the option."""
-    host = run_soft(tmp_path_factory.mktemp("host"), BINDINGS_PROGRAM)
+    """Output of the program with ``--code host`` and ``--code ptx``, and its log with the first."""
+    host = run_soft(tmp_path_factory.mktemp("host"), BINDINGS_PROGRAM, "--code", "host")
     ptx = run_soft(tmp_path_factory.mktemp("ptx"), BINDINGS_PROGRAM, "--code", "ptx")
     return json.loads(host.stdout), json.loads(ptx.stdout), host.stderr
 
@@ -132,15 +132,17 @@ def test_nvrtc_wrapper_keeps_compilation_errors(results):
 
 
 def test_soft_device_without_ptx_refuses_cubin(results):
-    """Without ``--code ptx``, NVRTC returns an ELF file, and the error says what to do."""
+    """With ``--code host``, NVRTC returns an ELF file, and the error says what to do."""
     host, _, log = results
     assert bytes.fromhex(host["image"]) == b"\x7fELF" and not host["is_ptx"]
     assert host["load"] == 209 and "graft soft --code ptx" in log
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cuda.core") is None, reason="cuda.core is missing")
-def test_nvrtc_wrapper_serves_cuda_core(tmp_path):
-    assert run_soft(tmp_path, CORE_PROGRAM, "--code", "ptx").stdout == "passed\n"
+@pytest.mark.parametrize("options", [(), ("--code", "ptx")])
+def test_nvrtc_wrapper_serves_cuda_core(tmp_path, options):
+    """If cuda.core is installed, its programs need no option."""
+    assert run_soft(tmp_path, CORE_PROGRAM, *options).stdout == "passed\n"
 
 
 def test_check_of_a_gpu_passes_on_the_cuda_path_without_cupy(tmp_path):

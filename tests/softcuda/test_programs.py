@@ -1,4 +1,4 @@
-"""Programs that use cuda.core or numba-cuda, run unchanged by ``graft soft --code ptx``.
+"""Programs that use cuda.core or numba-cuda, run unchanged by ``graft soft``.
 
 The programs in the folder ``programs`` check their own results. They run in the interpreter
 ``$GRAFT_FOREIGN_PYTHON``, by default the one that runs the tests. A program is skipped if the
@@ -42,7 +42,7 @@ def test_program_of_other_library_runs(path: Path) -> None:
     if not is_installed(module):
         pytest.skip(f"{module} is not installed for {PYTHON} (see GRAFT_FOREIGN_PYTHON)")
     program = [PYTHON, "-W", "ignore", str(path)]
-    command = [sys.executable, "-m", "graft.tools.cli", "soft", "--code", "ptx", "--", *program]
+    command = [sys.executable, "-m", "graft.tools.cli", "soft", "--", *program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() and not done.stderr

@@ -105,7 +105,7 @@ def test_page_program_prints_what_its_comments_say(block, tmp_path, monkeypatch,
     path = tmp_path / "page.py"
     path.write_text(text)
     if NEEDS_PTX.search(text):
-        command = [sys.executable, "-m", "graft.tools.cli", "soft", "--code", "ptx", "--", path]
+        command = [sys.executable, "-m", "graft.tools.cli", "soft", "--", path]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         printed.write(done.stdout)
