@@ -348,12 +348,13 @@ def test_prefill_of_other_requests_does_not_delay_the_grammar(plain, model, engi
     "A batch with 44 guided requests and four rows each finishes.",
 )
 def test_more_than_128_mask_rows(plain, model, engine_of):
-    engine = engine_of(model, draft_length=3, max_batch_size=44, max_length=128)
+    options = {"max_batch_size": 44, "max_length": 128, "prefill_rows": 256}
+    engine = engine_of(model, draft_length=3, **options)
     names = ["person", "emoji", "goes-on", "newlines"] * 11
     outputs = engine.generate([ask(name, grammar=GUIDED, max_tokens=60) for name in names])
     expected = one_by_one(plain, [ask(name, grammar=GUIDED, max_tokens=60) for name in names[:4]])
     assert results(outputs) == expected * 11
-    assert engine.stats.rounds < 40  # all requests ran at the same time
+    assert engine.stats.rounds < 40  # all requests run at the same time
 
 
 @issue(
