@@ -67,7 +67,8 @@ class Lane(Protocol):
         """Copy between arrays of the same size in bytes, of which one is in device memory.
 
         The arrays are a DeviceArray, a PinnedArray, or an array of another library that has
-        `__dlpack__`, `__cuda_array_interface__`, `__array_interface__` or the buffer protocol.
+        `__dlpack__`, `__cuda_array_interface__`, `__array_interface__` or the buffer protocol. The
+        latter must be contiguous, or a part of a matrix: rows of the same distance.
         """
 
     def fill(self, dst: Any, byte: int = 0, *, name: str | None = None) -> object:
@@ -133,6 +134,11 @@ class StreamLane:
     def copy(self, dst: Any, src: Any, *, name: str | None = None) -> None:
         """Copy between arrays of the same size in bytes, of which one is in device memory."""
         to, source = check_copy(dst, src, self.handle)
+        if to.rows > 1:
+            params = copy_2d_params(to, source)
+            owners = (to.owner, source.owner)
+            self._enqueue(owners, cu.cuMemcpy2DAsync, params, self.handle)
+            return
         function = cu.cuMemcpyDtoDAsync
         if to.on_host:
             function = cu.cuMemcpyDtoHAsync
@@ -226,8 +232,9 @@ def _triple(kernel: Kernel, label: str, dims: Dims, largest: Triple) -> Triple:
 def check_copy(dst: Any, src: Any, stream: int | None = None) -> tuple[Span, Span]:
     """Check the arguments of a copy and return the memory of the destination and of the source.
 
-    Arguments that are not arrays, different sizes in bytes, and copies between two arrays in host
-    memory raise ShapeError. `stream` is the CUstream of the copy, or None.
+    Both have the same number of rows. Arguments that are not arrays, different sizes in bytes, and
+    copies between two arrays in host memory raise ShapeError. `stream` is the CUstream of the copy,
+    or None.
     """
     to = copy_span(dst, "copy destination", True, stream)
     source = copy_span(src, "copy source", False, stream)
@@ -241,7 +248,35 @@ def check_copy(dst: Any, src: Any, stream: int | None = None) -> tuple[Span, Spa
             f"{describe_array(src)} and {describe_array(dst)} are both in host memory: copy them "
             "in a host step instead"
         )
+    rows = max(to.rows, source.rows)
+    if 1 < min(to.rows, source.rows) < rows:
+        raise ShapeError(
+            f"copy source has {source.rows} rows and destination {to.rows}: make a contiguous copy "
+            "of one of them first"
+        )
+    pitch = to.nbytes // rows
+    if to.rows < rows:
+        to = to._replace(rows=rows, pitch=pitch)
+    if source.rows < rows:
+        source = source._replace(rows=rows, pitch=pitch)
     return to, source
+
+
+def copy_2d_params(dst: Span, src: Span) -> Any:
+    """Return the parameters of a copy of rows as CUDA_MEMCPY2D."""
+    params = cu.CUDA_MEMCPY2D()
+    kinds = cu.CUmemorytype
+    for side, span in (("src", src), ("dst", dst)):
+        kind = kinds.CU_MEMORYTYPE_HOST if span.on_host else kinds.CU_MEMORYTYPE_DEVICE
+        setattr(params, f"{side}MemoryType", kind)
+        setattr(params, f"{side}Pitch", span.pitch)
+        if span.on_host:
+            setattr(params, f"{side}Host", span.address)
+        else:
+            setattr(params, f"{side}Device", cu.CUdeviceptr(span.address))
+    params.WidthInBytes = dst.nbytes // dst.rows
+    params.Height = dst.rows
+    return params
 
 
 def fill_span(dst: Any, stream: int | None = None) -> Span:
@@ -252,6 +287,8 @@ def fill_span(dst: Any, stream: int | None = None) -> Span:
     if isinstance(dst, DeviceArray | PinnedArray):
         return Span(False, dst.ptr, dst.nbytes, dst.owner)
     span = copy_span(dst, "fill destination", True, stream)
+    if span.rows > 1:
+        raise ShapeError(f"fill destination {describe_array(dst)} is not contiguous")
     if span.on_host:
         raise ShapeError(f"fill destination {describe_array(dst)} is in host memory: fill it there")
     return span

@@ -16,8 +16,7 @@ from graft.cudagraph.driver.held import ForeignMemory, new_event
 from graft.cudagraph.errors import ShapeError
 from graft.native import _native
 
-#: Values of CUmemorytype that cuPointerGetAttribute returns.
-HOST_MEMORY = 1
+#: The CUmemorytype of device memory and managed memory.
 DEVICE_MEMORY = 2
 
 
@@ -53,6 +52,33 @@ class ForeignArray(NamedTuple):
     def nbytes(self) -> int:
         """Number of bytes of the elements."""
         return math.prod(self.shape) * itemsize(self.dtype)
+
+    def rows(self, user: str) -> tuple[int, int]:
+        """Return the number of rows, each contiguous, and their distance in bytes.
+
+        A C-contiguous array has one row. ShapeError, which names the function `user`, is raised if
+        the array does not consist of rows of the same distance, as a part of a matrix does.
+        """
+        if self.strides is None:
+            return 1, self.nbytes
+        width = itemsize(self.dtype)
+        rows = 1
+        pitch = 0
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size == 1 or (pitch == 0 and stride == width):
+                width *= size
+            elif pitch == 0 and stride > width:
+                rows = size
+                pitch = stride
+            elif pitch and stride == rows * pitch:
+                rows *= size
+            else:
+                raise ShapeError(
+                    f"{user} cannot copy an array of shape {self.shape} {self.dtype} with strides "
+                    f"of {self.strides} bytes: only contiguous arrays and parts of matrices; make "
+                    "a contiguous copy first"
+                )
+        return rows, pitch
 
     def check_contiguous(self, user: str) -> None:
         """Raise ShapeError, which names the function `user`, unless the array is C-contiguous."""
@@ -111,11 +137,9 @@ def _on_host(
     source: object,
 ) -> ForeignArray:
     """Describe an array at a host address, whose memory may be pageable, pinned or managed."""
-    kind = _attribute("MEMORY_TYPE", address)
-    on_host = kind != DEVICE_MEMORY
-    device_address = None
-    if kind is not None:
-        device_address = _attribute("DEVICE_POINTER", address)
+    pointer = _query(address)
+    on_host = pointer.memory_type != DEVICE_MEMORY
+    device_address = pointer.device_address if pointer.memory_type else None
     memory = ForeignMemory(address, source)
     return ForeignArray(on_host, address, device_address, shape, strides, dtype, writable, memory)
 
@@ -198,31 +222,37 @@ def _device_address(address: int, shape: tuple[int, ...], user: str, array: Any)
     """Return the address for kernels; raise ShapeError unless the driver knows the address."""
     if 0 in shape:
         return address  # arrays without elements may have no memory; the caller refuses them
-    kind = _attribute("MEMORY_TYPE", address)
-    if kind is None:
+    pointer = _query(address)
+    if not pointer.memory_type:
         raise ShapeError(
             f"{user}: {type(array).__name__} is at {address:#x}, which is not memory of this device"
         )
-    ordinal = _attribute("DEVICE_ORDINAL", address)
     current = int(call(cu.cuCtxGetDevice))
-    if kind == DEVICE_MEMORY and ordinal != current:
+    if pointer.memory_type == DEVICE_MEMORY and pointer.ordinal != current:
         raise ShapeError(
-            f"{user}: {type(array).__name__} is on device {ordinal}, and this process uses device "
-            f"{current}"
+            f"{user}: {type(array).__name__} is on device {pointer.ordinal}, and this process uses "
+            f"device {current}"
         )
-    if kind == HOST_MEMORY:
-        return int(_attribute("DEVICE_POINTER", address) or address)
-    return address
+    return pointer.device_address or address
 
 
-def _attribute(name: str, address: int) -> int | None:
-    """Return an attribute of a pointer, or None if the driver does not know the memory."""
-    kind = getattr(cu.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
-    call(cu.cuCtxGetDevice)  # makes the context current, and raises errors of the device
-    code, value = cu.cuPointerGetAttribute(kind, cu.CUdeviceptr(address))
-    if int(code) != 0 or value is None:
-        return None
-    return int(value)
+class _Pointer(NamedTuple):
+    """What the driver knows about an address: `memory_type` is 0 if it does not know the memory."""
+
+    memory_type: int
+    device_address: int
+    ordinal: int
+
+
+def _query(address: int) -> _Pointer:
+    attributes = cu.CUpointer_attribute
+    names = [
+        attributes.CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+        attributes.CU_POINTER_ATTRIBUTE_DEVICE_POINTER,
+        attributes.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+    ]
+    values = call(cu.cuPointerGetAttributes, len(names), names, cu.CUdeviceptr(address))
+    return _Pointer(*map(int, values))
 
 
 def _order(producer: int, consumer: int) -> None:

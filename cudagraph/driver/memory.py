@@ -38,16 +38,19 @@ HostBuffer = ctypes.Array[ctypes.c_ubyte]
 
 
 class Span(NamedTuple):
-    """A contiguous range of host memory or device memory that a copy reads or writes.
+    """Host memory or device memory that a copy reads or writes.
 
     `address` is a host address if `on_host`, otherwise a device address. `owner` keeps the memory
-    alive.
+    alive. The memory consists of `rows` rows of ``nbytes // rows`` bytes at a distance of `pitch`
+    bytes; a contiguous range has one row.
     """
 
     on_host: bool
     address: int
     nbytes: int
     owner: object
+    rows: int = 1
+    pitch: int = 0
 
 
 def check_shape(shape: int | tuple[int, ...], subject: str) -> tuple[int, ...]:
@@ -546,11 +549,11 @@ def copy_span(array: Any, role: str, writes: bool, stream: int | None) -> Span:
     found = read_foreign(array, role, stream)
     if found is None:
         raise ShapeError(f"{role} {_NO_ARRAY.format(type(array).__name__)}")
-    found.check_contiguous(role)
     check_shape(found.shape, role)
+    rows, pitch = found.rows(role)
     if writes and not found.writable:
         raise ShapeError(f"{role} must be writable, but this {type(array).__name__} is read-only")
-    return Span(found.on_host, found.address, found.nbytes, found.memory)
+    return Span(found.on_host, found.address, found.nbytes, found.memory, rows, pitch)
 
 
 def check_byte(byte: int) -> int:

@@ -152,7 +152,7 @@ def _set_launch(params: Any, launch: KernelLaunch) -> None:
 
 
 def add_copy(graph: int, dependencies: list[Any], dst: Span, src: Span) -> Any:
-    """Add a one-dimensional copy node and return its CUgraphNode."""
+    """Add a copy node of memory with the same number of rows, and return its CUgraphNode."""
     params = cu.CUDA_MEMCPY3D()
     host = cu.CUmemorytype.CU_MEMORYTYPE_HOST
     device = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
@@ -168,8 +168,13 @@ def add_copy(graph: int, dependencies: list[Any], dst: Span, src: Span) -> Any:
     else:
         params.dstMemoryType = device
         params.dstDevice = cu.CUdeviceptr(dst.address)
-    params.WidthInBytes = dst.nbytes
-    params.Height = 1
+    params.WidthInBytes = dst.nbytes // dst.rows
+    params.Height = dst.rows
+    if dst.rows > 1:
+        params.srcPitch = src.pitch
+        params.dstPitch = dst.pitch
+        params.srcHeight = dst.rows
+        params.dstHeight = dst.rows
     params.Depth = 1
     context = call(cu.cuCtxGetCurrent)
     return call(cu.cuGraphAddMemcpyNode, graph, dependencies, len(dependencies), params, context)

@@ -279,9 +279,14 @@ def test_operations_refuse_unusable_arrays(device: Device, stream: Stream, modul
     """Nothing is copied element by element or written behind the back of its owner."""
     x = device_array(device, 1, 2, 3, 4)
     lane = StreamLane(stream)
-    strided = np.zeros((4, 2), np.float32)[:, 0]
-    with pytest.raises(ShapeError, match="copy source needs a C-contiguous array"):
-        lane.copy(x, strided)
+    strided = np.zeros((4, 4, 2), np.float32)[::2, ::2, 0]
+    with pytest.raises(ShapeError, match=r"copy source cannot copy .*strides of \(96, 8\)"):
+        lane.copy(x, np.zeros((8, 3, 2), np.float32)[::4, :2, 0])
+    for wrong in (np.zeros(4, np.float32)[::-1], np.broadcast_to(np.float32(1), (4,)), strided.T):
+        with pytest.raises(ShapeError, match="only contiguous arrays and parts of matrices"):
+            lane.copy(x, wrong)
+    with pytest.raises(ShapeError, match=r"fill destination ndarray \(4,\) is not contiguous"):
+        lane.fill(np.zeros((4, 2), np.float32)[:, 0])
     with pytest.raises(ShapeError, match=r"copy destination must be writable.*read-only"):
         lane.copy(READ_ONLY, x)
     lane.copy(x, READ_ONLY)
@@ -303,6 +308,54 @@ def test_operations_refuse_unusable_arrays(device: Device, stream: Stream, modul
         lane.copy(device.zeros(1, "int8"), np.zeros(2))
 
 
+#: Parts of an array [6, 8] that a copy of rows can express.
+PARTS = {
+    "columns": np.s_[:, 2:5],
+    "one column": np.s_[:, 3],
+    "rows": np.s_[1:4],
+    "every other row": np.s_[::2],
+    "tile": np.s_[2:5, 4:],
+    "one element": np.s_[2:3, 1:2],
+}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_copy_of_parts_of_matrices(device: Device, stream: Stream, part) -> None:
+    """Rows of the same distance are copied in both directions, on a stream and in a graph."""
+    matrix = np.arange(48, dtype=np.int32).reshape(6, 8)
+    expected = np.ascontiguousarray(matrix[part])
+    packed = device.zeros(expected.shape, "int32")
+    for use in ("stream", "graph"):
+        target = np.zeros((6, 8), np.int32)
+        packed.fill(0)
+        graph = Graph(device)
+        lane = StreamLane(stream) if use == "stream" else graph.lane("main")
+        lane.copy(packed, matrix[part])
+        lane.copy(target[part], packed)
+        if use == "graph":
+            replay(graph, stream)
+        stream.synchronize(60)
+        np.testing.assert_array_equal(packed.to_host(), expected)
+        wanted = np.zeros((6, 8), np.int32)
+        wanted[part] = expected
+        np.testing.assert_array_equal(target, wanted)
+
+
+def test_copy_between_strided_device_arrays(device: Device, stream: Stream) -> None:
+    """Both arrays have rows: their numbers must be equal."""
+    source = device.from_host(np.arange(24, dtype=np.float32).reshape(4, 6))
+    target = device.zeros((4, 8), np.float32)
+    left = ByInterface(source, shape=(4, 3), strides=(24, 4))
+    right = ByInterface(target, shape=(4, 3), strides=(32, 4))
+    StreamLane(stream).copy(right, left)
+    stream.synchronize(60)
+    assert target.to_host()[:, :3].tolist() == source.to_host()[:, :3].tolist()
+    assert not target.to_host()[:, 3:].any()
+    other = ByInterface(target, shape=(2, 6), strides=(32, 4))
+    with pytest.raises(ShapeError, match="copy source has 4 rows and destination 2"):
+        StreamLane(stream).copy(other, left)
+
+
 def test_numpy_reads_pinned_but_not_device_arrays(device: Device) -> None:
     """np.asarray() of device memory raises at once and says what to call."""
     with pytest.raises(DeviceError, match=r"DeviceArray \(4,\) float32.*to_host\(\)"):
@@ -313,6 +366,7 @@ def test_numpy_reads_pinned_but_not_device_arrays(device: Device) -> None:
     view = np.asarray(pinned)
     view[1] = 5
     assert pinned.array.tolist() == [0, 5, 0] and np.array(pinned, "float64").tolist() == [0, 5, 0]
+    assert pinned.__buffer__(0).shape == (3,) and np.shares_memory(pinned.__buffer__(0), view)
     assert np.array(pinned) is not view and np.shares_memory(np.from_dlpack(pinned), view)
     with pytest.raises(BufferError):
         pinned.__dlpack__(copy=True)
