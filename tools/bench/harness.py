@@ -45,7 +45,7 @@ def _chart_path(text: str) -> Path:
     if path.suffix not in (".svg", ".png", ".pdf"):
         raise argparse.ArgumentTypeError(f"{text}: the name must end in .svg, .png or .pdf")
     if importlib.util.find_spec("matplotlib") is None:
-        raise OptionError("--chart needs matplotlib: pip install 'graft-cuda[charts]'")
+        raise OptionError("--chart needs matplotlib: pip install matplotlib")
     return path
 
 
