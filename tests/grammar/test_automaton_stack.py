@@ -515,3 +515,18 @@ def test_distance_is_found_if_the_shortest_text_has_no_tokens():
     matcher = matcher_of(load(data, make_trie(tokens)))
     assert matcher.distance() == 3
     assert legal_ids(matcher, 2, words=1) == set() and legal_ids(matcher, 3, words=1) == {1}
+
+
+def test_distance_is_unknown_if_a_part_of_the_grammar_has_none():
+    """After ``y``, objects of two rules begin alike, and one of them leads back to the same state.
+
+    The text ``x`` could be completed, but rows with a budget would never allow ``y``.
+    """
+    repeated = concat([repeat(call(1), 0, None), call(2)])
+    root = union([text("x"), concat([text("y"), repeated])])
+    rules = [(0, 0, root), rule("{}", text("a")), rule("{}", text("b"))]
+    tokens = [b"", *(bytes([byte]) for byte in b"xy{}ab")]
+    matcher = matcher_of(load(compile_rules(rules), make_trie(tokens)))
+    assert matcher.distance() == -1
+    assert matcher.accept(1) and matcher.distance() == -1
+    assert legal_ids(matcher_of(matcher.grammar), 2, words=1) == {1, 2}

@@ -69,6 +69,7 @@ Filled AutomatonMatcher::fill(int32_t* row, int64_t words, int32_t budget,
 
 int32_t AutomatonMatcher::distance(ErrorText*) noexcept {
   if (stop_ids_.empty()) return kUnknownDistance;  // no number of tokens completes the text
+  if (!grammar_->distances().all_known()) return kUnknownDistance;
   if (terminated_) return 0;
   const int32_t distance = grammar_->distances().of_position(path_.back().position, nodes_);
   return distance < kFar ? distance : kUnknownDistance;

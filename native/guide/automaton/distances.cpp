@@ -79,6 +79,7 @@ class DistanceSearch {
       if (distance == kFar) far_.push_back(state);
     }
     if (!far_.empty()) improve();
+    out_.all_known_ = settled_.size() == out_.states_.size();
   }
 
  private:

@@ -24,6 +24,9 @@ class Distances {
   int32_t of_position(Position position, const StackNodes& stack) const {
     return add_distances(of_state(position.state), stack.cost(position.top));
   }
+  // Whether the distances of all positions are known from which tokens can complete the text. If
+  // some are not, rows with a budget would exclude their texts even far from the end of the budget.
+  bool all_known() const { return all_known_; }
   const std::vector<int32_t>& states() const { return states_; }
   const std::vector<int32_t>& entries() const { return entries_; }
   size_t nbytes() const { return (states_.size() + entries_.size()) * sizeof(int32_t); }
@@ -33,6 +36,7 @@ class Distances {
 
   std::vector<int32_t> states_;  // kFar: no sequence of tokens was found
   std::vector<int32_t> entries_;
+  bool all_known_ = false;
 };
 
 }  // namespace graft::guide
