@@ -398,6 +398,8 @@ STRINGS = {
     "bounded": repeat(PLAIN, 2, 40),
     "long": repeat(PLAIN, 4, None),
     "key": minus(repeat(PLAIN, 0, None), union([text("ab"), text("é"), text("éab"), text("")])),
+    "search": concat([repeat(PLAIN, 0, None), text("ab日x"), repeat(PLAIN, 0, None)]),
+    "words": concat([text("x"), repeat(PLAIN, 0, None), union([text("ab"), text("bbb")])]),
     "prefix": concat([union([text("ab"), text("x")]), repeat(PLAIN, 0, 3)]),
 }
 

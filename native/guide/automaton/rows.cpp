@@ -25,10 +25,7 @@ class AutomatonGrammar::Writer {
         row_(row) {}
 
   void write(Position position) {
-    if (!write_text_rows(position) && !write_text_difference(position)) {
-      clear();
-      add(trie_.range(TokenTrie::kText), 0, position);
-    }
+    if (!write_text_rows(position) && !write_text_exceptions(position)) add_text(position);
     add(trie_.range(TokenTrie::kOther), 0, position);
   }
 
@@ -113,33 +110,24 @@ class AutomatonGrammar::Writer {
     return true;
   }
 
-  // If most characters of text tokens lead to a state within a string without a limit, the tokens
-  // that begin with these characters are allowed together, and only the others are visited.
-  bool write_text_difference(Position position) {
-    const int32_t common = grammar_.find_common_text_successor(position.state);
-    if (common < 0) return false;
-    const bool allowed = is_within_limit({common, position.top});
-    if (allowed) {
-      start_ = trie_.text_row(TokenTrie::kMaxTextLength);
-      std::memcpy(row_, start_, static_cast<size_t>(trie_.words()) * sizeof(int32_t));
-    } else {
-      clear();
+  // If most text tokens begin with a character after which all text is legal, the row begins with
+  // all text tokens, and only those that begin with other characters are visited.
+  bool write_text_exceptions(Position position) {
+    int count = 0;
+    for (int byte = 0x20; byte < 0x7F && !fits_any_text(position); ++byte) {
+      const int16_t next = grammar_.machine_.next(position.state, static_cast<uint8_t>(byte));
+      count += next >= 0 && fits_any_text({next, position.top}) ? 1 : 0;
     }
-    std::array<int32_t, TokenTrie::kMaxTokenLength + 1> path;  // states after `common`, by depth
-    path[0] = common;
+    if (!fits_any_text(position) && 2 * count < 0x7F - 0x20) return false;
+    start_ = trie_.text_row(TokenTrie::kMaxTextLength);
+    std::memcpy(row_, start_, static_cast<size_t>(trie_.words()) * sizeof(int32_t));
+    if (skips_any_text(position)) return true;
     walker_.visit(
         trie_, trie_.range(TokenTrie::kText), 0, position, &stack_,
-        [&](int32_t index, Position after) {
-          const TokenTrie::Node& node = trie_.node(index);
-          const int32_t expected = grammar_.machine_.next(path[node.depth], node.byte);
-          path[node.depth + 1u] = expected;
-          if (after.state == expected && after.top == position.top) {
-            is_narrowed_ = is_narrowed_ || !allowed;
-            return false;
-          }
-          set(node.token, false);
+        [this](int32_t index, Position after) {
+          set(trie_.node(index).token, false);
           add_node(index, after);
-          return true;
+          return !skips_any_text(after);
         },
         [this](int32_t index) { remove(index); },
         [this](int32_t index, int16_t exit) {
@@ -147,6 +135,39 @@ class AutomatonGrammar::Writer {
           add_crossing(index, exit);
         });
     return true;
+  }
+
+  // Whether all text is legal in a position, within the limit. Positions within a character are no
+  // such positions, because only bytes from 0x80 to 0xBF are legal in them.
+  bool fits_any_text(Position position) const { return any_text_distance(position) <= limit_; }
+  bool skips_any_text(Position position) {
+    if (!fits_any_text(position)) return false;
+    largest_distance_ =
+        std::max(largest_distance_, static_cast<int32_t>(any_text_distance(position)));
+    return true;
+  }
+  // Returns the largest distance after any text, or more than any limit if a text is illegal.
+  int64_t any_text_distance(Position position) const {
+    const int32_t distance = grammar_.any_text_distance_[at(position.state)];
+    if (distance < 0) return int64_t{INT32_MAX} + 1;
+    return add_distances(distance, stack_.cost(position.top));
+  }
+
+  // Writes the row of the text tokens by visiting all of them, except for those within strings
+  // that the limit excludes.
+  void add_text(Position position) {
+    clear();
+    walker_.visit(
+        trie_, trie_.range(TokenTrie::kText), 0, position, &stack_,
+        [this](int32_t index, Position after) {
+          if (grammar_.text_successor_[at(after.state)] == after.state && !is_within_limit(after)) {
+            is_narrowed_ = true;
+            return false;
+          }
+          add_node(index, after);
+          return true;
+        },
+        [](int32_t) {}, [this](int32_t index, int16_t exit) { add_crossing(index, exit); });
   }
 
   // Clears the bits of a node and its descendants.
@@ -193,9 +214,7 @@ AutomatonGrammar::AutomatonGrammar(Machine machine, std::shared_ptr<const TokenT
       trie_(std::move(trie)),
       memory_(std::move(memory)),
       distances_(machine_, *trie_) {
-  for (int32_t state = 0; state < machine_.num_states(); ++state) {
-    text_successor_.push_back(find_text_successor(state));
-  }
+  find_text_states();
   rows_ = std::vector<std::atomic<const BaseRow*>>(at(machine_.num_states()));
 }
 
@@ -209,7 +228,7 @@ AutomatonGrammar::~AutomatonGrammar() {
 
 size_t AutomatonGrammar::nbytes() const {
   return machine_.nbytes() + distances_.nbytes() + text_successor_.size() * sizeof(int16_t) +
-         rows_.size() * sizeof(rows_[0]);
+         any_text_distance_.size() * sizeof(int32_t) + rows_.size() * sizeof(rows_[0]);
 }
 
 bool AutomatonGrammar::fill(Position position, StackNodes* stack, int32_t limit,
@@ -288,57 +307,95 @@ std::unique_ptr<AutomatonGrammar::BaseRow> AutomatonGrammar::compute_base_row(in
   return base;
 }
 
-int16_t AutomatonGrammar::find_text_successor(int32_t state) const {
-  // Returns the state after any byte of a range, kDead or kSeveral. The classes of bytes ascend.
-  const auto common = [this](int32_t from, int low, int high) {
-    if (from < 0) return static_cast<int16_t>(from);
-    const int32_t last = machine_.classes()[at(high)];
-    int32_t byte_class = machine_.classes()[at(low)];
-    const int16_t next = machine_.of_class(from, byte_class);
-    if (next < Machine::kDead) return kSeveral;
-    while (++byte_class <= last) {
-      if (machine_.of_class(from, byte_class) != next) return kSeveral;
-    }
-    return next;
-  };
-  // Ranges of the bytes of text characters: the first byte, the second one, and the number of
-  // bytes after these. If there is only one byte, the second range is empty.
-  struct Form {
-    int low, high, second_low, second_high, more;
-  };
-  static constexpr Form forms[] = {
-      {0x20, 0x21, 0, 0, 0},       {0x23, 0x5B, 0, 0, 0},       {0x5D, 0x7E, 0, 0, 0},
-      {0xC2, 0xDF, 0x80, 0xBF, 0}, {0xE0, 0xE0, 0xA0, 0xBF, 1}, {0xE1, 0xEC, 0x80, 0xBF, 1},
-      {0xED, 0xED, 0x80, 0x9F, 1}, {0xEE, 0xEF, 0x80, 0xBF, 1}, {0xF0, 0xF0, 0x90, 0xBF, 2},
-      {0xF1, 0xF3, 0x80, 0xBF, 2}, {0xF4, 0xF4, 0x80, 0x8F, 2},
-  };
-  const int16_t first = common(state, 0x20, 0x20);
-  for (const Form& form : forms) {
-    int16_t next = common(state, form.low, form.high);
-    if (form.second_high > 0) next = common(next, form.second_low, form.second_high);
-    for (int i = 0; i < form.more; ++i) next = common(next, 0x80, 0xBF);
-    if (next != first) return kSeveral;
-  }
-  return first;
+// The bytes of a character of text tokens: ranges that cover all these characters.
+struct AutomatonGrammar::TextForm {
+  int length;
+  std::array<ByteRange, 4> bytes;
+};
+
+// Calls visit(next) for the results of all characters of text tokens in a state: a state, kDead or,
+// if a byte of the character has an action, the action. The call ends if visit() returns false, and
+// then returns false too.
+template <typename Visit>
+bool AutomatonGrammar::visit_text_targets(int32_t state, Visit visit) const {
+  static constexpr ByteRange tail = {0x80, 0xBF};
+  static constexpr std::array<TextForm, 11> forms = {{
+      {1, {{{0x20, 0x21}}}},
+      {1, {{{0x23, 0x5B}}}},
+      {1, {{{0x5D, 0x7E}}}},
+      {2, {{{0xC2, 0xDF}, tail}}},
+      {3, {{{0xE0, 0xE0}, {0xA0, 0xBF}, tail}}},
+      {3, {{{0xE1, 0xEC}, tail, tail}}},
+      {3, {{{0xED, 0xED}, {0x80, 0x9F}, tail}}},
+      {3, {{{0xEE, 0xEF}, tail, tail}}},
+      {4, {{{0xF0, 0xF0}, {0x90, 0xBF}, tail, tail}}},
+      {4, {{{0xF1, 0xF3}, tail, tail, tail}}},
+      {4, {{{0xF4, 0xF4}, {0x80, 0x8F}, tail, tail}}},
+  }};
+  return std::all_of(forms.begin(), forms.end(), [&](const TextForm& form) {
+    return visit_text_targets(state, form, 0, visit);
+  });
 }
 
-// Returns a state to which most ASCII characters of text tokens lead and which lies within a string
-// without a maximum length, or kDead if there is none.
-int32_t AutomatonGrammar::find_common_text_successor(int32_t state) const {
-  std::array<int32_t, 0x7F - 0x20> next{};
-  for (size_t i = 0; i < next.size(); ++i) {
-    next[i] = machine_.next(state, static_cast<uint8_t>(0x20 + i));
+template <typename Visit>
+bool AutomatonGrammar::visit_text_targets(int32_t state, const TextForm& form, int index,
+                                          Visit visit) const {
+  const ByteRange range = form.bytes[at(index)];
+  for (int c = machine_.classes()[range.low]; c <= machine_.classes()[range.high]; ++c) {
+    const int16_t next = machine_.of_class(state, c);
+    const bool is_last = next < 0 || index + 1 == form.length;
+    if (is_last ? !visit(next) : !visit_text_targets(next, form, index + 1, visit)) return false;
   }
-  // If a state occurs in more than half of the elements, it is the candidate at the end.
-  int32_t candidate = next[0];
-  int votes = 0;
-  for (const int32_t now : next) {
-    if (votes == 0) candidate = now;
-    votes += now == candidate ? 1 : -1;
+  return true;
+}
+
+void AutomatonGrammar::find_text_states() {
+  // Maximum number of targets per state. A state with more of them has different targets for
+  // different parts of Unicode, and is treated as if a character were illegal.
+  constexpr int kMaxTargets = 1024;
+  const int32_t states = machine_.num_states();
+  text_successor_.assign(at(states), kSeveral);
+  any_text_distance_.assign(at(states), -1);
+  std::vector<int32_t> candidates;  // states in which every character is legal
+  for (int32_t state = 0; state < states; ++state) {
+    const int16_t first = machine_.next(state, ' ');
+    int count = 0;
+    bool is_same = first >= Machine::kDead;  // whether all characters lead to `first`
+    bool is_legal = true;
+    visit_text_targets(state, [&](int16_t next) {
+      is_same = is_same && next == first;
+      is_legal = is_legal && next >= 0 && ++count <= kMaxTargets;
+      return is_same || is_legal;
+    });
+    if (is_same) text_successor_[at(state)] = first;
+    if (is_legal) candidates.push_back(state);
   }
-  const auto count = std::count(next.begin(), next.end(), candidate);
-  if (candidate < 0 || 2 * static_cast<size_t>(count) <= next.size()) return Machine::kDead;
-  return text_successor_[at(candidate)] == candidate ? candidate : Machine::kDead;
+  // All text is legal in a state if every character leads to a state in which all text is legal.
+  // The loops remove the other states. Later states mostly follow earlier ones.
+  std::vector<bool> any_text(at(states));
+  for (const int32_t state : candidates) any_text[at(state)] = true;
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (auto state = candidates.rbegin(); state != candidates.rend(); ++state) {
+      if (!any_text[at(*state)]) continue;
+      any_text[at(*state)] =
+          visit_text_targets(*state, [&](int16_t next) { return any_text[at(next)]; });
+      changed = changed || !any_text[at(*state)];
+    }
+  }
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (auto state = candidates.rbegin(); state != candidates.rend(); ++state) {
+      if (!any_text[at(*state)]) continue;
+      int32_t largest = any_text_distance_[at(*state)];
+      visit_text_targets(*state, [&](int16_t next) {
+        largest = std::max({largest, distances_.of_state(next), any_text_distance_[at(next)]});
+        return true;
+      });
+      changed = changed || largest != any_text_distance_[at(*state)];
+      any_text_distance_[at(*state)] = largest;
+    }
+  }
 }
 
 }  // namespace graft::guide
