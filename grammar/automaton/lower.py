@@ -28,9 +28,6 @@ __all__ = ["MAX_STATES", "compile_automaton", "lower"]
 #: Maximum number of states of an automaton.
 MAX_STATES = 32767
 
-#: Maximum number of states of an automaton without a stack, if another one could have a stack.
-MAX_INLINE_STATES = 2048
-
 #: Minimum and maximum numbers of repetitions by type of structural format.
 _REPETITIONS: dict[str, tuple[int, int | None]] = {
     "optional": (0, 1),
@@ -47,22 +44,18 @@ def compile_automaton(grammar: ResolvedGrammar) -> bytes | None:
     Return None if no automaton is known for the grammar, or if the automaton would be too large.
     The size of the rules and the work are limited, so the function may run on untrusted grammars.
     """
-    # Automata on the device have no stack, so an automaton without one is preferred.
-    for inline, max_states in ((True, MAX_INLINE_STATES), (False, MAX_STATES)):
-        try:
-            return bytes(_native.guide.compile_automaton(lower(grammar, inline), max_states))
-        except RecursionError:  # the schema is nested more deeply than this function can read
-            pass
-        except ValueError:  # NotRegular, or the automaton exceeds a limit or allows no text
-            pass
-    return None
+    try:
+        return bytes(_native.guide.compile_automaton(lower(grammar), MAX_STATES))
+    except RecursionError:  # the schema is nested more deeply than this function can read
+        return None
+    except ValueError:  # NotRegular, or the automaton exceeds a limit or allows no text
+        return None
 
 
-def lower(grammar: ResolvedGrammar, inline: bool = False) -> list[Rule]:
+def lower(grammar: ResolvedGrammar) -> list[Rule]:
     """Return rules that match exactly the texts that LLGuidance allows for a grammar.
 
-    If `inline` is True, there is only one rule. Raise `NotRegular` if graft cannot lower the
-    grammar.
+    Raise `NotRegular` if graft cannot lower the grammar.
     """
     kind = grammar.spec.kind
     rules = Rules()
@@ -72,7 +65,7 @@ def lower(grammar: ResolvedGrammar, inline: bool = False) -> list[Rule]:
         return rules.finish(union([text(option) for option in grammar.content]))
     if kind == "ebnf":
         return rules.finish(lower_ebnf(grammar.content, grammar.spec.root, rules))
-    schemas = SchemaLowering(rules, grammar.spec.whitespace, inline)
+    schemas = SchemaLowering(rules, grammar.spec.whitespace)
     if kind == "json_schema" and not grammar.rules:
         return rules.finish(schemas.lower(grammar.content))
     if kind == "structural_format":

@@ -25,7 +25,6 @@ from graft.grammar.automaton.values import (
 )
 from graft.grammar.regular.expression import (
     EMPTY,
-    MAX_EXPRESSION,
     Expression,
     call,
     characters,
@@ -140,15 +139,10 @@ class SchemaLowering:
         Rules to which the rules of the schemas are added.
     whitespace
         Value of `Spec.whitespace`.
-    inline
-        Whether the rules of objects and arrays are written where they are used, so that the
-        automaton needs no stack. Schemas that allow any value, or that are recursive, then raise
-        `NotRegular`.
     """
 
-    def __init__(self, rules: Rules, whitespace: Whitespace, inline: bool = False):
+    def __init__(self, rules: Rules, whitespace: Whitespace):
         self._rules = rules
-        self._inline = inline
         self._layout = _layout(whitespace)
 
     def lower(self, schema: Any) -> Expression:
@@ -160,7 +154,6 @@ class SchemaLowering:
         if options not in (None, PLAIN_ESCAPES):
             raise NotRegular("these options of LLGuidance are not supported")
         document = _Document(self._rules, self._layout, _string_writer(options is None), schema)
-        document.inline = self._inline
         return document.lower(document.reader.read(schema))
 
 
@@ -172,7 +165,6 @@ class _Document:
         self._rules = rules
         self._layout = layout
         self._strings = strings
-        self.inline = False
         self._anything: Expression | None = None
         # Rules of objects and arrays by identity; None while the rule is built, unless a part of it
         # refers to it.
@@ -185,7 +177,7 @@ class _Document:
     def lower(self, values: Values) -> Expression:
         """Return the expression of the JSON texts of a set of values."""
         if isinstance(values, Objects | Arrays):
-            return self._inlined(values) if self.inline else call(self._rule(values))
+            return call(self._rule(values))
         if isinstance(values, StringSet):
             return self._strings.write(values)
         if isinstance(values, NumberRange):
@@ -202,19 +194,7 @@ class _Document:
             return _TRUE if values.value else _FALSE
         return _NULL if values is NULL else self._any_value()
 
-    def _inlined(self, values: Objects | Arrays) -> Expression:
-        """Return the expression of a set of objects or arrays, with the brackets."""
-        if isinstance(values, Objects):
-            expression = concat([text("{"), self._object(values), text("}")])
-        else:
-            expression = concat([text("["), self._array(values), text("]")])
-        if len(expression) > MAX_EXPRESSION:
-            raise NotRegular("the schema is too large")
-        return expression
-
     def _any_value(self) -> Expression:
-        if self.inline:
-            raise NotRegular("any value needs a stack")
         if self._anything is None:
             array = self._rules.reserve(_ARRAY)
             thing = self._rules.reserve(_OBJECT)

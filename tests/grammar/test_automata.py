@@ -43,21 +43,40 @@ BACKEND = LLGuidanceBackend(VOCABULARY)
 
 
 class Table:
-    """Transition table of a serialized automaton without a stack."""
+    """Transition table of a serialized automaton. A configuration is a state and a stack."""
+
+    start = (0, ())
 
     def __init__(self, data):
         table = _native.guide.AutomatonGrammar(data, BACKEND._trie, BACKEND._row_memory).table()
         self.byte_class = table["classes"].tolist()
         self.accepting = table["accepting"]
         self.next = table["next"]
+        self.actions = table["actions"].tolist()
+        pairs = table["returns"].tolist()
+        begins = table["returns_begin"].tolist()
+        self.returns = [dict(pairs[a:b]) for a, b in itertools.pairwise(begins)]
+
+    def step(self, configuration, byte_class):
+        """Return the configuration after a byte of a class; None if the byte is illegal."""
+        state, stack = configuration
+        target = int(self.next[state, byte_class])
+        if target >= 0:
+            return target, stack
+        if target == -1:
+            return None
+        entry, argument = self.actions[-2 - target]
+        if entry >= 0:
+            return argument, (*stack, entry)
+        return self.returns[stack[-1]][argument], stack[:-1]
 
     def accepts(self, text):
-        state = 0
+        configuration = self.start
         for byte in text:
-            state = self.next[state, self.byte_class[byte]]
-            if state < 0:
+            configuration = self.step(configuration, self.byte_class[byte])
+            if configuration is None:
                 return False
-        return bool(self.accepting[state])
+        return bool(self.accepting[configuration[0]]) and not configuration[1]
 
 
 def table_of(spec):
@@ -68,19 +87,20 @@ def table_of(spec):
 
 def visiting_texts(table, limit):
     """Return texts that visit each state and each transition of an automaton, at most `limit`."""
-    access = {0: b""}
+    access = {0: (b"", Table.start)}
     queue = [0]
     texts = [b""]
     while queue and len(texts) < limit:
-        state = queue.pop(0)
-        for index, target in enumerate(table.next[state].tolist()):
-            if target < 0:
+        before, configuration = access[queue.pop(0)]
+        for index in range(table.next.shape[1]):
+            following = table.step(configuration, index)
+            if following is None:
                 continue
-            text = access[state] + bytes([table.byte_class.index(index)])
+            text = before + bytes([table.byte_class.index(index)])
             texts.append(text)
-            if target not in access:
-                access[target] = text
-                queue.append(target)
+            if following[0] not in access:
+                access[following[0]] = text, following
+                queue.append(following[0])
     return texts
 
 
