@@ -10,6 +10,7 @@ from engine_cases import (
     TREE_PATHS,
     answers,
     answers_and_drafts,
+    keep_some_on_host,
     settled,
     workload,
 )
@@ -58,9 +59,10 @@ def compile_automata(engine, requests):
     "name",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in OPTIONS],
 )
-def test_device_automata_do_not_change_outputs(expected_answers, name):
-    """Requests with and without automata join, are preempted and are cancelled at random times."""
+def test_device_automata_do_not_change_outputs(monkeypatch, expected_answers, name):
+    """Requests on device and host join, are preempted and are cancelled at random times."""
     mode = ("greedy", "coupled")[len(name) % 2]
+    keep_some_on_host(monkeypatch)
     with settled(demo_engine(device_automata=True, **OPTIONS[name])) as engine:
         compile_automata(engine, workload(**MODES[mode]))
         check_disturbed(engine, expected_answers, mode, seed=len(name))

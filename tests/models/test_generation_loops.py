@@ -17,6 +17,7 @@ from engine_cases import (
     answer,
     answers,
     answers_and_drafts,
+    keep_some_on_host,
     settled,
     workload,
 )
@@ -159,8 +160,9 @@ def test_loops_do_not_change_outputs(free_answers, monkeypatch, options, mode):
     ],
 )
 @pytest.mark.parametrize("mode", QUICK_LAST)
-def test_loops_with_grammars_do_not_change_outputs(expected_answers, options, mode):
+def test_loops_with_grammars_do_not_change_outputs(monkeypatch, expected_answers, options, mode):
     """Batches with grammar steps on the host run in rounds, and others in loops."""
+    keep_some_on_host(monkeypatch)
     with settled(loop_engine(max_batch_size=4, **options)) as engine:
         check_disturbed(engine, expected_answers, mode, seed=1)
         assert engine.stats.rounds_by_kind["host"] > 0
