@@ -168,7 +168,7 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize(
-    "code", PROGRAMS, ids=["graph", "conditional", "host-step-in-body", "pinned"]
+    "code", PROGRAMS, ids=["graph", "picture", "conditional", "host-step-in-body", "pinned"]
 )
 def test_readme_example_prints_documented_output(code: str) -> None:
     done = run_python(code)
