@@ -40,10 +40,20 @@ PLAIN = (
     "models/round/kernels/round.cu",
     "models/round/kernels/timing.cu",
 )
+#: Sources that the soft device does not run by default, and those of measurements.
+LEFT_OUT = (
+    "models/llm/kernels/attention_plan.cu",
+    "models/llm/kernels/attention_split.cu",
+    "models/llm/kernels/attention_warp.cu",
+    "models/llm/kernels/linear_few.cu",
+    "models/llm/kernels/linear_many.cu",
+    "models/llm/kernels/linear_warp.cu",
+    "tools/kernels/clock.cu",
+)
 #: Names of the sources in sampling/kernels.
 SAMPLING = (
-    *("adjust", "candidates", "mask", "mask_rows", "proposals", "sample", "selector", "slot"),
-    *("tree", "verify"),
+    *("adjust", "candidates", "given_drafts", "mask", "mask_rows", "proposals", "sample"),
+    *("selector", "slot", "tree", "verify"),
 )
 
 

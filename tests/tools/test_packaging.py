@@ -270,6 +270,16 @@ def wheel(tmp_path_factory) -> Path:
     return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
+def test_wheel_contains_each_compiled_kernel_or_leaves_it_out():
+    sources = {
+        str(name)
+        for name in repository_files()
+        if name.suffix == ".cu" and "tests" not in name.parts
+    }
+    prebuilt = {path for path, _ in prebuild.variants()}
+    assert prebuilt | set(prebuild.LEFT_OUT) == sources
+
+
 RECORD_KERNELS = """
 import json
 from graft.cudagraph.kernels import compiler
