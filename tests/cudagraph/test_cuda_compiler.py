@@ -57,7 +57,7 @@ def images(monkeypatch):
     """Return a list to which images are appended in place of loading them."""
     loaded = []
     module = compiler.LoadedModule(7, None)
-    monkeypatch.setattr(compiler, "_load_image", lambda image: (loaded.append(image), module)[1])
+    monkeypatch.setattr(compiler, "load_binary", lambda image: (loaded.append(image), module)[1])
     return loaded
 
 
@@ -134,7 +134,7 @@ def test_machine_code_that_the_driver_refuses_raises_kernel_error(
         raise DeviceError("cuModuleLoadData failed with CUDA_ERROR_INVALID_IMAGE", code=200)
 
     fake_cupy(missing_library)
-    monkeypatch.setattr(compiler, "_load_image", refuse)
+    monkeypatch.setattr(compiler, "load_binary", refuse)
     with pytest.raises(KernelError, match=r"INVALID_IMAGE.*cupy-cuda12x\[ctk\]"):
         compiler._compile_cuda(HOPPER, SOURCE)
 
