@@ -84,8 +84,8 @@ class AutomatonGrammar::Writer {
     std::array<bool, TokenTrie::kMaxTextLength + 1> allowed{};  // by number of characters
     int length = 0;
     for (; length < TokenTrie::kMaxTextLength; ++length) {
-      const int16_t next = grammar_.text_successor_[at(position.state)];
-      if (next == kSeveral) return false;
+      const int16_t next = grammar_.text_states_.successor(position.state);
+      if (next == TextStates::kSeveral) return false;
       if (next == Machine::kDead) break;
       position.state = next;
       allowed[at(length) + 1] = is_within_limit(position);
@@ -148,7 +148,7 @@ class AutomatonGrammar::Writer {
   }
   // Returns the largest distance after any text, or more than any limit if a text is illegal.
   int64_t any_text_distance(Position position) const {
-    const int32_t distance = grammar_.any_text_distance_[at(position.state)];
+    const int32_t distance = grammar_.text_states_.any_text_distance(position.state);
     if (distance < 0) return int64_t{INT32_MAX} + 1;
     return add_distances(distance, stack_.cost(position.top));
   }
@@ -160,7 +160,8 @@ class AutomatonGrammar::Writer {
     walker_.visit(
         trie_, trie_.range(TokenTrie::kText), 0, position, &stack_,
         [this](int32_t index, Position after) {
-          if (grammar_.text_successor_[at(after.state)] == after.state && !is_within_limit(after)) {
+          if (grammar_.text_states_.successor(after.state) == after.state &&
+              !is_within_limit(after)) {
             is_narrowed_ = true;
             return false;
           }
@@ -213,8 +214,8 @@ AutomatonGrammar::AutomatonGrammar(Machine machine, std::shared_ptr<const TokenT
     : machine_(std::move(machine)),
       trie_(std::move(trie)),
       memory_(std::move(memory)),
-      distances_(machine_, *trie_) {
-  find_text_states();
+      distances_(machine_, *trie_),
+      text_states_(machine_, distances_) {
   rows_ = std::vector<std::atomic<const BaseRow*>>(at(machine_.num_states()));
 }
 
@@ -227,8 +228,8 @@ AutomatonGrammar::~AutomatonGrammar() {
 }
 
 size_t AutomatonGrammar::nbytes() const {
-  return machine_.nbytes() + distances_.nbytes() + text_successor_.size() * sizeof(int16_t) +
-         any_text_distance_.size() * sizeof(int32_t) + rows_.size() * sizeof(rows_[0]);
+  return machine_.nbytes() + distances_.nbytes() + text_states_.nbytes() +
+         rows_.size() * sizeof(rows_[0]);
 }
 
 bool AutomatonGrammar::fill(Position position, StackNodes* stack, int32_t limit,
@@ -305,97 +306,6 @@ std::unique_ptr<AutomatonGrammar::BaseRow> AutomatonGrammar::compute_base_row(in
     }
   }
   return base;
-}
-
-// The bytes of a character of text tokens: ranges that cover all these characters.
-struct AutomatonGrammar::TextForm {
-  int length;
-  std::array<ByteRange, 4> bytes;
-};
-
-// Calls visit(next) for the results of all characters of text tokens in a state: a state, kDead or,
-// if a byte of the character has an action, the action. The call ends if visit() returns false, and
-// then returns false too.
-template <typename Visit>
-bool AutomatonGrammar::visit_text_targets(int32_t state, Visit visit) const {
-  static constexpr ByteRange tail = {0x80, 0xBF};
-  static constexpr std::array<TextForm, 11> forms = {{
-      {1, {{{0x20, 0x21}}}},
-      {1, {{{0x23, 0x5B}}}},
-      {1, {{{0x5D, 0x7E}}}},
-      {2, {{{0xC2, 0xDF}, tail}}},
-      {3, {{{0xE0, 0xE0}, {0xA0, 0xBF}, tail}}},
-      {3, {{{0xE1, 0xEC}, tail, tail}}},
-      {3, {{{0xED, 0xED}, {0x80, 0x9F}, tail}}},
-      {3, {{{0xEE, 0xEF}, tail, tail}}},
-      {4, {{{0xF0, 0xF0}, {0x90, 0xBF}, tail, tail}}},
-      {4, {{{0xF1, 0xF3}, tail, tail, tail}}},
-      {4, {{{0xF4, 0xF4}, {0x80, 0x8F}, tail, tail}}},
-  }};
-  return std::all_of(forms.begin(), forms.end(), [&](const TextForm& form) {
-    return visit_text_targets(state, form, 0, visit);
-  });
-}
-
-template <typename Visit>
-bool AutomatonGrammar::visit_text_targets(int32_t state, const TextForm& form, int index,
-                                          Visit visit) const {
-  const ByteRange range = form.bytes[at(index)];
-  for (int c = machine_.classes()[range.low]; c <= machine_.classes()[range.high]; ++c) {
-    const int16_t next = machine_.of_class(state, c);
-    const bool is_last = next < 0 || index + 1 == form.length;
-    if (is_last ? !visit(next) : !visit_text_targets(next, form, index + 1, visit)) return false;
-  }
-  return true;
-}
-
-void AutomatonGrammar::find_text_states() {
-  // Maximum number of targets per state. A state with more of them has different targets for
-  // different parts of Unicode, and is treated as if a character were illegal.
-  constexpr int kMaxTargets = 1024;
-  const int32_t states = machine_.num_states();
-  text_successor_.assign(at(states), kSeveral);
-  any_text_distance_.assign(at(states), -1);
-  std::vector<int32_t> candidates;  // states in which every character is legal
-  for (int32_t state = 0; state < states; ++state) {
-    const int16_t first = machine_.next(state, ' ');
-    int count = 0;
-    bool is_same = first >= Machine::kDead;  // whether all characters lead to `first`
-    bool is_legal = true;
-    visit_text_targets(state, [&](int16_t next) {
-      is_same = is_same && next == first;
-      is_legal = is_legal && next >= 0 && ++count <= kMaxTargets;
-      return is_same || is_legal;
-    });
-    if (is_same) text_successor_[at(state)] = first;
-    if (is_legal) candidates.push_back(state);
-  }
-  // All text is legal in a state if every character leads to a state in which all text is legal.
-  // The loops remove the other states. Later states mostly follow earlier ones.
-  std::vector<bool> any_text(at(states));
-  for (const int32_t state : candidates) any_text[at(state)] = true;
-  for (bool changed = true; changed;) {
-    changed = false;
-    for (auto state = candidates.rbegin(); state != candidates.rend(); ++state) {
-      if (!any_text[at(*state)]) continue;
-      any_text[at(*state)] =
-          visit_text_targets(*state, [&](int16_t next) { return any_text[at(next)]; });
-      changed = changed || !any_text[at(*state)];
-    }
-  }
-  for (bool changed = true; changed;) {
-    changed = false;
-    for (auto state = candidates.rbegin(); state != candidates.rend(); ++state) {
-      if (!any_text[at(*state)]) continue;
-      int32_t largest = any_text_distance_[at(*state)];
-      visit_text_targets(*state, [&](int16_t next) {
-        largest = std::max({largest, distances_.of_state(next), any_text_distance_[at(next)]});
-        return true;
-      });
-      changed = changed || largest != any_text_distance_[at(*state)];
-      any_text_distance_[at(*state)] = largest;
-    }
-  }
 }
 
 }  // namespace graft::guide

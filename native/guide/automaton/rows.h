@@ -9,6 +9,7 @@
 #include "guide/automaton/distances.h"
 #include "guide/automaton/machine.h"
 #include "guide/automaton/stack.h"
+#include "guide/automaton/text_states.h"
 #include "guide/automaton/token_trie.h"
 #include "guide/automaton/walk.h"
 
@@ -90,24 +91,11 @@ class AutomatonGrammar {
   const BaseRow* base_row(int32_t state, StackNodes* stack, int32_t* row) const noexcept;
   std::unique_ptr<BaseRow> compute_base_row(int32_t state, StackNodes* stack, int32_t* row) const;
 
-  struct TextForm;
-  template <typename Visit>
-  bool visit_text_targets(int32_t state, Visit visit) const;
-  template <typename Visit>
-  bool visit_text_targets(int32_t state, const TextForm& form, int index, Visit visit) const;
-  void find_text_states();
-
   Machine machine_;
   std::shared_ptr<const TokenTrie> trie_;
   std::shared_ptr<RowMemory> memory_;
   Distances distances_;
-  // By state: the state after any character of a text token, kDead if all of these are illegal, or
-  // kSeveral if they lead to several states.
-  static constexpr int16_t kSeveral = -2;
-  std::vector<int16_t> text_successor_;
-  // By state: the largest distance of the states that any text of such characters leads to, or -1
-  // if a text is illegal.
-  std::vector<int32_t> any_text_distance_;
+  TextStates text_states_;
   // By state; null until computed.
   mutable std::vector<std::atomic<const BaseRow*>> rows_;
 };

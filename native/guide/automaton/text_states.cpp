@@ -1,0 +1,110 @@
+// Search for the states in which text tokens are legal together.
+#include "guide/automaton/text_states.h"
+
+#include <algorithm>
+#include <array>
+
+namespace graft::guide {
+namespace {
+
+// Maximum number of targets per state. A state with more of them has different targets for
+// different parts of Unicode, and is treated as if a character were illegal.
+constexpr int kMaxTargets = 1024;
+
+// Ranges of the bytes of characters.
+struct Form {
+  int length;
+  std::array<ByteRange, 4> bytes;
+};
+
+constexpr ByteRange kTail = {0x80, 0xBF};
+constexpr std::array<Form, 11> kForms = {{
+    {1, {{{0x20, 0x21}}}},
+    {1, {{{0x23, 0x5B}}}},
+    {1, {{{0x5D, 0x7E}}}},
+    {2, {{{0xC2, 0xDF}, kTail}}},
+    {3, {{{0xE0, 0xE0}, {0xA0, 0xBF}, kTail}}},
+    {3, {{{0xE1, 0xEC}, kTail, kTail}}},
+    {3, {{{0xED, 0xED}, {0x80, 0x9F}, kTail}}},
+    {3, {{{0xEE, 0xEF}, kTail, kTail}}},
+    {4, {{{0xF0, 0xF0}, {0x90, 0xBF}, kTail, kTail}}},
+    {4, {{{0xF1, 0xF3}, kTail, kTail, kTail}}},
+    {4, {{{0xF4, 0xF4}, {0x80, 0x8F}, kTail, kTail}}},
+}};
+
+// Calls visit(next) for the results of all characters of a form, whose first `index` bytes have
+// been read: a state, kDead, or the action of a byte. The call ends and returns false if visit()
+// returns false.
+template <typename Visit>
+bool visit_targets(const Machine& machine, int32_t state, const Form& form, int index,
+                   Visit visit) {
+  const ByteRange range = form.bytes[at(index)];
+  for (int c = machine.classes()[range.low]; c <= machine.classes()[range.high]; ++c) {
+    const int16_t next = machine.of_class(state, c);
+    const bool is_last = next < 0 || index + 1 == form.length;
+    if (is_last ? !visit(next) : !visit_targets(machine, next, form, index + 1, visit))
+      return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+TextStates::TextStates(const Machine& machine, const Distances& distances) {
+  const int32_t states = machine.num_states();
+  successor_.assign(at(states), kSeveral);
+  any_text_distance_.assign(at(states), -1);
+  struct Candidate {  // a state in which every character is legal
+    int32_t state;
+    std::vector<int16_t> targets;
+  };
+  std::vector<Candidate> candidates;
+  std::vector<int16_t> targets;
+  for (int32_t state = 0; state < states; ++state) {
+    const int16_t first = machine.next(state, ' ');
+    int count = 0;
+    bool is_same = first >= Machine::kDead;  // whether all characters lead to `first`
+    bool is_legal = true;
+    targets.clear();
+    const auto visit = [&](int16_t next) {
+      is_same = is_same && next == first;
+      is_legal = is_legal && next >= 0 && ++count <= kMaxTargets;
+      if (targets.empty() || targets.back() != next) targets.push_back(next);
+      return is_same || is_legal;
+    };
+    std::all_of(kForms.begin(), kForms.end(),
+                [&](const Form& form) { return visit_targets(machine, state, form, 0, visit); });
+    if (is_same) successor_[at(state)] = first;
+    if (is_legal) candidates.push_back({state, targets});
+  }
+  // All text is legal in a state if every character leads to a state in which all text is legal.
+  // The loops remove the other states. Later states mostly follow earlier ones.
+  std::vector<bool> any_text(at(states));
+  for (const Candidate& candidate : candidates) any_text[at(candidate.state)] = true;
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (auto it = candidates.rbegin(); it != candidates.rend(); ++it) {
+      if (!any_text[at(it->state)]) continue;
+      if (std::all_of(it->targets.begin(), it->targets.end(),
+                      [&](int16_t next) { return any_text[at(next)]; })) {
+        continue;
+      }
+      any_text[at(it->state)] = false;
+      changed = true;
+    }
+  }
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (auto it = candidates.rbegin(); it != candidates.rend(); ++it) {
+      if (!any_text[at(it->state)]) continue;
+      int32_t largest = any_text_distance_[at(it->state)];
+      for (const int16_t next : it->targets) {
+        largest = std::max({largest, distances.of_state(next), any_text_distance_[at(next)]});
+      }
+      changed = changed || largest != any_text_distance_[at(it->state)];
+      any_text_distance_[at(it->state)] = largest;
+    }
+  }
+}
+
+}  // namespace graft::guide
