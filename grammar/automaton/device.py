@@ -210,7 +210,7 @@ class DeviceAutomata:
 
         ``hits``, ``misses``, ``stored`` and ``evicted`` count mask rows of the row cache.
         ``narrowed_rows`` counts the rows from which a budget has excluded legal tokens, and
-        ``closed`` the complete outputs with such rows.
+        ``closed`` the requests with such rows.
         ``row_bytes`` is the size of the rows in the cache. ``tables`` and ``table_bytes`` are the
         number and the total size of the tables on the device (one per automaton).
         ``tables_evicted`` counts the tables that were evicted, and ``tables_refused`` the requests

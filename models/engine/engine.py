@@ -565,12 +565,18 @@ class Engine:
 
         If grammar steps can run on the device, this method waits until the device is idle.
 
+        "narrowed_rows" of the entry "grammar" counts the mask rows from which a budget has excluded
+        a legal token, and "closed" counts the requests with such rows, on host and device.
+
         The entry "held" counts the slots, pages and replays that are in use at the time of the
         call.
         """
         if self._closed:
             raise OptionError("the engine is closed")
         grammar = self._update_forced_tokens()
+        automata = self._automata_counters()
+        for name in ("closed", "narrowed_rows"):
+            grammar[name] += automata.get(name, 0)
         slots = self._scheduler.slots
         replays = self._replays
         caches = self._built.caches
@@ -581,7 +587,7 @@ class Engine:
         return {
             "engine": self.stats.as_dict(),
             "grammar": grammar,
-            "automata": self._automata_counters(),
+            "automata": automata,
             "compile": self._built.compiler.counters(),
             "device": self.device.stats(),
             "prefixes": {

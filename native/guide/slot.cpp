@@ -142,7 +142,6 @@ void OrderServer::commit(SlotWork& work) const noexcept {
   work.closed = 0;
   if (!work.terminated) return;
   work.tally[count::terminations] += 1;
-  work.tally[count::closed] += work.narrowed;
   work.ended = true;
   // The text has ended with a stop id, at which the device normally ends the request. But if the
   // device has another set of stop ids for the request, it continues, and waits for mask row 0 of
@@ -435,6 +434,7 @@ void OrderServer::fill_mask(SlotWork& work, int j) const noexcept {
   }
   if (filled == Filled::kNarrowed) {
     work.tally[count::narrowed_rows] += 1;
+    work.tally[count::closed] += !work.narrowed;
     work.narrowed = true;
   }
   int32_t any = 0;

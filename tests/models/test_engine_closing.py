@@ -142,6 +142,11 @@ SCHEMAS = [
     },
 ]
 STEP_OPTIONS = {
+    "probe": {"draft_masking": "probe"},
+    "probe, tree": {"draft_masking": "probe", **DRAFTER_OPTIONS["eagle3, tree"]},
+    "unmasked": {"draft_masking": "none"},
+    "unmasked, dflash tree": {"draft_masking": "none", **DRAFTER_OPTIONS["dflash, tree"]},
+    "automatic length": {"draft_length": "auto"},
     "loop": {"generation": "graph"},
     "loop, tree": {"generation": "graph", **DRAFTER_OPTIONS["eagle3, tree"]},
     "loop, no drafter": {"generation": "graph", "speculation": False},
@@ -192,6 +197,11 @@ def test_closing_completes_json_with_every_drafter(name, expected_json):
     with settled(demo_engine(max_batch_size=8, **options)) as engine:
         requests = schema_requests(engine)
         outputs = engine.generate(requests)
+        counters = engine.counters()["grammar"]
+        assert 9 < counters["closed"] <= len(requests)
+        assert counters["closed"] <= counters["narrowed_rows"]
+        [fits] = engine.generate([replace(requests[0], max_tokens=400, temperature=0.0)])
+        assert fits.closing == "guaranteed"
     for request, output, wanted in zip(requests, outputs, expected_json, strict=True):
         assert (output.reason, output.closing) == ("stop", "guaranteed"), output
         assert len(output.tokens) <= request.max_tokens

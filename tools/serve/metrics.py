@@ -30,7 +30,7 @@ _COUNTERS = (
     ),
     (
         "graft_grammar_closed",
-        "Outputs whose tokens were limited so that they were complete within max_tokens.",
+        "Requests whose tokens were limited so that the output is complete within max_tokens.",
         "grammar",
         "closed",
     ),

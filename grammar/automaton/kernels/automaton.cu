@@ -77,13 +77,6 @@ __device__ inline void count_forced(const Advance& a, const RoundRow* row) {
   }
 }
 
-// Counts the request if a stop id has ended it after a budget had excluded tokens from its rows.
-__device__ inline void count_closed(const Advance& a, const RoundRow* row) {
-  if (row->slot < 0 || row->reason != REASON_STOP) return;
-  const AutomatonSlot& own = a.states[row->slot];
-  if (own.epoch == a.slots[row->slot].epoch && own.narrowed) atomicAdd(&a.cache->closed, 1u);
-}
-
 // Stores a position that begins at the stack of node `from` as the position of node `to`. Returns
 // false if its stack is too deep to be stored.
 __device__ __forceinline__ bool store_position(AutomatonSlot& own, int from, int to,
@@ -355,7 +348,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     AutomatonSlot* own = state_of(a, b);
     const RoundRow* row = round_row(rows, row_words, b);
     if (forced) count_forced(a, row);
-    count_closed(a, row);
     if (own == nullptr || row->count <= 0) continue;
     const int index = a.row_slot[b];
     commit(a, index, reinterpret_cast<const int*>(row + 1), row->count, a.replay);
@@ -504,7 +496,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   const int token = atomicExch(&item.last_legal, 0);
   if (atomicExch(&item.narrowed, 0) != 0) {
     atomicAdd(&cache->narrowed_rows, 1u);
-    states[item.slot].narrowed = 1;
+    if (atomicExch(&states[item.slot].narrowed, 1) == 0) atomicAdd(&cache->closed, 1u);
   }
   const int state = total != 0 ? ROW_READY : ROW_DEAD_END;
   const int detail = forced && total == 1 ? 1 + token : 0;

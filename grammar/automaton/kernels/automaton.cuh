@@ -150,7 +150,7 @@ struct RowCache {
   // Number of accepted drafts that the grammar forced.
   unsigned int forced;
   // Number of rows from which a budget has excluded legal tokens, and number of requests with such
-  // rows whose text is complete.
+  // rows.
   unsigned int narrowed_rows;
   unsigned int closed;
 };
