@@ -565,8 +565,8 @@ class Engine:
 
         If grammar steps can run on the device, this method waits until the device is idle.
 
-        "narrowed_rows" of the entry "grammar" counts the mask rows from which a budget has excluded
-        a legal token, and "closed" counts the requests with such rows, on host and device.
+        The entry "closing" counts the mask rows from which a budget has excluded a legal token, and
+        the requests with such rows, on host and device.
 
         The entry "held" counts the slots, pages and replays that are in use at the time of the
         call.
@@ -575,8 +575,6 @@ class Engine:
             raise OptionError("the engine is closed")
         grammar = self._update_forced_tokens()
         automata = self._automata_counters()
-        for name in ("closed", "narrowed_rows"):
-            grammar[name] += automata.get(name, 0)
         slots = self._scheduler.slots
         replays = self._replays
         caches = self._built.caches
@@ -588,6 +586,10 @@ class Engine:
             "engine": self.stats.as_dict(),
             "grammar": grammar,
             "automata": automata,
+            "closing": {
+                "requests": grammar["closed"] + automata.get("closed", 0),
+                "rows": grammar["narrowed_rows"] + automata.get("narrowed_rows", 0),
+            },
             "compile": self._built.compiler.counters(),
             "device": self.device.stats(),
             "prefixes": {

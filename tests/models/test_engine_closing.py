@@ -197,9 +197,9 @@ def test_closing_completes_json_with_every_drafter(name, expected_json):
     with settled(demo_engine(max_batch_size=8, **options)) as engine:
         requests = schema_requests(engine)
         outputs = engine.generate(requests)
-        counters = engine.counters()["grammar"]
-        assert 9 < counters["closed"] <= len(requests)
-        assert counters["closed"] <= counters["narrowed_rows"]
+        counters = engine.counters()["closing"]
+        assert 9 < counters["requests"] <= len(requests)
+        assert counters["requests"] <= counters["rows"]
         [fits] = engine.generate([replace(requests[0], max_tokens=400, temperature=0.0)])
         assert fits.closing == "guaranteed"
     for request, output, wanted in zip(requests, outputs, expected_json, strict=True):

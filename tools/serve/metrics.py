@@ -31,8 +31,8 @@ _COUNTERS = (
     (
         "graft_grammar_closed",
         "Requests whose tokens were limited so that the output is complete within max_tokens.",
-        "grammar",
-        "closed",
+        "closing",
+        "requests",
     ),
     ("graft_grammar_compiled", "Compiled grammars.", "compile", "compiled"),
     (
