@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import io
@@ -172,6 +173,41 @@ def test_page_command_exists(block, line):
         assert importlib.util.find_spec(words[2]) is not None
     else:
         assert words[0] in OTHER_PROGRAMS
+
+
+def command_problem(line: str, make_targets: str) -> str:
+    """Return what is wrong with a command in the text of a page, or an empty string."""
+    program, *words = line.split()
+    if program == "make":
+        unknown = [word for word in words if "=" not in word and f"\n{word}:" not in make_targets]
+    elif program == "python":
+        module = words[1].removesuffix(".NAME")
+        unknown = [] if importlib.util.find_spec(module) else [module]
+    else:
+        [commands] = [a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction)]
+        command = commands.choices.get(words[0])
+        known = command._option_string_actions if command else {}
+        options = [word for word in words[1:] if word.startswith("--") and word != "--"]
+        unknown = [option for option in options if option not in known]
+        unknown += [] if command else [words[0]]
+    return f"{line}: {', '.join(unknown)}" if unknown else ""
+
+
+def test_commands_in_the_text_of_pages_exist():
+    """Each `graft COMMAND --option`, `make TARGET` and `python -m graft.MODULE` exists."""
+    targets = subprocess.run(["make", "-pnq"], cwd=ROOT, capture_output=True, text=True).stdout
+    problems = []
+    found = 0
+    for page in sorted({block.page for block in BLOCKS} | {"CONTRIBUTING.md", "CHANGELOG.md"}):
+        text = re.sub(
+            r"^```.*?^```$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.M | re.S
+        )
+        for line in re.findall(r"`((?:graft|make|python -m graft\.[\w.]+)(?: [^`\n]+)?)`", text):
+            if line not in ("graft", "make"):
+                found += 1
+                problems.append(command_problem(line, targets))
+    assert found > 80
+    assert [problem for problem in problems if problem] == []
 
 
 def test_notebook_has_text_and_programs_of_first_steps():
