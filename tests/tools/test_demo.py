@@ -391,3 +391,11 @@ def test_demo_evaluation_compares_masking_on_tasks_with_grammar():
     difference = paired["tokens_per_round_difference"]
     assert (difference["n"], paired["same_tokens"]) == (guided, 60)
     assert difference["mean"] == pytest.approx(2.0)
+
+
+def test_demo_run_refuses_no_request(caplog):
+    """The requests of the warm-up and of the measured run are all served."""
+    prompts = [prompt for prompt in demo_prompts() if prompt.grammar is not None][:3]
+    result = demo.run_configuration("plain", prompts, DEMO / "target")
+    assert {output.reason for output in result.outputs} == {"stop"}
+    assert not caplog.records

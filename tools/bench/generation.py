@@ -136,6 +136,7 @@ def make_requests(options: argparse.Namespace) -> list[Request]:
                 max_tokens=options.tokens,
                 min_tokens=options.tokens,
                 grammar=grammar,
+                closing="off",
                 temperature=1.0,
                 seed=seed,
                 verify="coupled",

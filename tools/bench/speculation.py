@@ -331,7 +331,8 @@ def measure(
     length = "auto" if engine.options.draft_length == "auto" else resources.draft_length
     base_requests = [prompt.row.for_engine(engine) for prompt in prompts]
     # Compile the grammars before anything is timed.
-    engine.generate([replace(request, id=None, max_tokens=1) for request in base_requests])
+    warm_up = {"id": None, "max_tokens": 1, "closing": "off"}
+    engine.generate([replace(request, **warm_up) for request in base_requests])
     results = []
     for temperature, batch in itertools.product(options.temperatures, options.batches):
         sampling = {"temperature": temperature, "max_tokens": options.max_tokens}

@@ -80,7 +80,7 @@ def run_configuration(
     ) as engine:
         # The warm-up compiles kernels and grammars, so that the measured time does not include
         # their compilation.
-        engine.generate([replace(request, max_tokens=1) for request in requests])
+        engine.generate([replace(request, max_tokens=1, closing="off") for request in requests])
         engine.reset_stats()
         started = time.perf_counter()
         outputs = engine.generate(requests)
