@@ -331,11 +331,12 @@ def measure(
     length = "auto" if engine.options.draft_length == "auto" else resources.draft_length
     base_requests = [prompt.row.for_engine(engine) for prompt in prompts]
     # Compile the grammars before anything is timed.
-    warm_up = {"id": None, "max_tokens": 1, "closing": "off"}
+    warm_up: dict[str, Any] = {"id": None, "max_tokens": 1, "closing": "off"}
     engine.generate([replace(request, **warm_up) for request in base_requests])
     results = []
     for temperature, batch in itertools.product(options.temperatures, options.batches):
-        sampling = {"temperature": temperature, "max_tokens": options.max_tokens}
+        # The token limit cuts outputs off, and refuses none for which it is too small.
+        sampling = {"temperature": temperature, "max_tokens": options.max_tokens, "closing": "off"}
         modes: dict[str | None, str] = {None: options.verify[0]}
         if resources.drafter:
             modes = _verify_modes(options, temperature, tree)
