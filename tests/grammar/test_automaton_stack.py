@@ -8,7 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from rule_matcher import RuleMatcher
+from test_schema_automata import real_schemas
 
+from graft.grammar import GrammarError, GrammarSpec, resolve_spec
+from graft.grammar.automaton.lower import compile_automaton
 from graft.grammar.regular.expression import (
     EMPTY,
     both,
@@ -255,15 +258,44 @@ def test_distances_of_table_decrease_by_a_token(seeds):
         for state, distance in enumerate(table["distance"].tolist()):
             if distance == FAR:
                 assert has_ambiguous_entry(table)
-                continue
-            best = 1 if table["accepting"][state] else FAR
-            for token in TOKENS[1:]:
-                best = min(best, 1 + distance_after(table, state, token))
-            assert best <= distance
+            else:
+                check_distance(table, state)
         begins = table["returns_begin"]
         for entry, cost in enumerate(table["cost"].tolist()):
             states = table["returns"][begins[entry] : begins[entry + 1], 1]
             assert cost == table["distance"][states].max()
+
+
+def check_distance(table, state):
+    best = 1 if table["accepting"][state] else FAR
+    for token in TOKENS[1:]:
+        best = min(best, 1 + distance_after(table, state, token))
+    assert best <= table["distance"][state]
+
+
+@pytest.mark.parametrize("count, steps", [(12, 6), pytest.param(300, 12, marks=pytest.mark.full)])
+def test_real_schemas_are_completed_within_every_budget(shared_data, count, steps):
+    """Check the rows with a budget, and the distances of a sample of states, of real schemas."""
+    generator = random.Random(5)
+    checked = 0
+    for schema in real_schemas(shared_data, count):
+        spec = GrammarSpec.json_schema(schema)
+        try:
+            data = compile_automaton(resolve_spec(spec, "llguidance"))
+        except GrammarError:  # the router refuses the schema
+            continue
+        if data is None:
+            continue
+        checked += 1
+        grammar = load(data)
+        matcher = matcher_of(grammar)
+        check_budgets(generator, matcher)
+        for _ in random_walk(generator, matcher, steps):
+            check_budgets(generator, matcher)
+        table = grammar.table()
+        for state in generator.sample(range(grammar.num_states), min(grammar.num_states, 20)):
+            check_distance(table, state)
+    assert checked > count / 2
 
 
 def distance_after(table, state, token):
