@@ -48,8 +48,8 @@ class Machine {
   };
 
   // Compiles the rules of a grammar. Throws std::runtime_error if an expression is malformed,
-  // std::length_error if it exceeds a limit, and std::domain_error if the grammar allows no text or
-  // needs more than one symbol to choose between a bracket and another byte.
+  // std::length_error if it exceeds a limit, and std::domain_error if the grammar allows no text,
+  // or if a byte may open or close a rule and also be another character at the same place.
   static Machine compile(const std::vector<Rule>& rules, int32_t max_states);
   static Machine determinize(const Nfa& nfa, int32_t max_states, Work* work);
 
