@@ -1,1 +1,1 @@
-"""Grammars that are regular languages, as finite automata over bytes."""
+"""Lowering of grammars to rules in brackets, and automata on the device."""

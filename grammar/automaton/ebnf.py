@@ -22,7 +22,7 @@ from graft.grammar.regular.expression import (
     repeat,
     union,
 )
-from graft.grammar.regular.regex import MAX_COUNT, NotRegular
+from graft.grammar.regular.regex import MAX_COUNT, NoAutomaton
 
 __all__ = ["lower_ebnf"]
 
@@ -33,7 +33,7 @@ _BRACKETS = {ord(opening): ord(closing) for opening, closing in ("{}", "[]", "()
 def lower_ebnf(text: str, root: str, rules: Rules) -> Expression:
     """Return the expression of an EBNF grammar, whose rules in brackets are added to `rules`.
 
-    Raise `NotRegular` if a rule refers to itself without brackets in between, unless the reference
+    Raise `NoAutomaton` if a rule refers to itself without brackets in between, unless the reference
     is the last part of an option, as in ``x ::= "a" x | "b"``.
     """
     return _Lowering(parse_ebnf(text, root), root, rules).rule(root)
@@ -55,7 +55,7 @@ class _Lowering:
         if name in self._finished:
             return self._finished[name]
         if name in self._open:
-            raise NotRegular(f"rule {name!r} is recursive without brackets")
+            raise NoAutomaton(f"rule {name!r} is recursive without brackets")
         self._open.add(name)
         # A rule such as x ::= "a" x | "b" repeats what precedes its reference to itself.
         repeated = []
@@ -71,7 +71,7 @@ class _Lowering:
             expression = concat([repeat(union(repeated), 0, None), expression])
         self._open.remove(name)
         if len(expression) > MAX_EXPRESSION:
-            raise NotRegular("the grammar is too large")
+            raise NoAutomaton("the grammar is too large")
         self._finished[name] = expression
         return expression
 
@@ -84,7 +84,7 @@ class _Lowering:
             return union(map(self._lower, node.options))
         if isinstance(node, Repeat):
             if max(node.low, node.high or 0) > MAX_COUNT:
-                raise NotRegular("a repetition count is too large")
+                raise NoAutomaton("a repetition count is too large")
             return repeat(self._lower(node.part), node.low, node.high)
         return self._sequence(_flat(node))
 

@@ -18,7 +18,7 @@ from graft.grammar.regular.expression import (
     text,
     union,
 )
-from graft.grammar.regular.regex import ANY, MAX_COUNT, NotRegular, lower_regex
+from graft.grammar.regular.regex import ANY, MAX_COUNT, NoAutomaton, lower_regex
 from graft.grammar.resolve import ResolvedGrammar
 from graft.grammar.structural.formats import Format
 from graft.native import _native
@@ -48,14 +48,14 @@ def compile_automaton(grammar: ResolvedGrammar) -> bytes | None:
         return bytes(_native.guide.compile_automaton(lower(grammar), MAX_STATES))
     except RecursionError:  # the schema is nested more deeply than this function can read
         return None
-    except ValueError:  # NotRegular, or the automaton exceeds a limit or allows no text
+    except ValueError:  # NoAutomaton, or the automaton exceeds a limit or allows no text
         return None
 
 
 def lower(grammar: ResolvedGrammar) -> list[Rule]:
     """Return rules that match exactly the texts that LLGuidance allows for a grammar.
 
-    Raise `NotRegular` if graft cannot lower the grammar.
+    Raise `NoAutomaton` if graft cannot lower the grammar.
     """
     kind = grammar.spec.kind
     rules = Rules()
@@ -72,7 +72,7 @@ def lower(grammar: ResolvedGrammar) -> list[Rule]:
         return rules.finish(_FormatLowering(schemas).lower(grammar.content))
     if kind == "structural_tag":
         return rules.finish(_lower_tags(grammar.content, schemas))
-    raise NotRegular(f"grammars of kind {kind!r} have no lowering")
+    raise NoAutomaton(f"grammars of kind {kind!r} have no lowering")
 
 
 class _FormatLowering:
@@ -88,7 +88,7 @@ class _FormatLowering:
     def lower(self, form: Format, ends: Sequence[str] = ()) -> Expression:
         """Return the expression of a format.
 
-        Raise `NotRegular` if the format contains special tokens or parts that cannot be lowered.
+        Raise `NoAutomaton` if the format contains special tokens or parts that cannot be lowered.
         """
         kind = form["type"]
         if kind == "const_string":
@@ -117,7 +117,7 @@ class _FormatLowering:
         if kind == "any_text" and form["max_tokens"] is None:
             high = form["max_chars"]
             if high is not None and high > MAX_COUNT:
-                raise NotRegular("max_chars is too large")
+                raise NoAutomaton("max_chars is too large")
             return _free_text([*form["excludes"], *ends], high, form["excluded_starts"])
         if kind == "triggered_tags":
             tags = list(map(self._tag, form["tags"]))
@@ -128,12 +128,12 @@ class _FormatLowering:
             triggers = [trigger for trigger, _ in form["rules"]]
             free = _free_text([*triggers, *form["excludes"], *ends])
             return _with_parts(free, parts, False, not form["loop"])
-        raise NotRegular(f"structural formats of type {kind!r} have no lowering")
+        raise NoAutomaton(f"structural formats of type {kind!r} have no lowering")
 
     def _tag(self, form: Format) -> Expression:
         begin, end = form["begin"], form["end"]
         if not isinstance(begin, str) or not isinstance(end, list):
-            raise NotRegular("tags with special tokens have no lowering")
+            raise NoAutomaton("tags with special tokens have no lowering")
         return concat([text(begin), self.lower(form["content"], end), union(map(text, end))])
 
 

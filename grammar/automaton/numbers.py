@@ -22,7 +22,7 @@ from graft.grammar.regular.expression import (
     text,
     union,
 )
-from graft.grammar.regular.regex import NotRegular, lower_regex
+from graft.grammar.regular.regex import NoAutomaton, lower_regex
 
 __all__ = ["NOTHING", "NumberRange", "divisor_of", "lower_number"]
 
@@ -117,7 +117,7 @@ def _first_integer(bound: float | None, inclusive: bool) -> int | None:
         return None
     integer = ceil(bound) if inclusive or bound != floor(bound) else floor(bound) + 1
     if abs(integer) > _MAX_INTEGER:
-        raise NotRegular("a bound does not fit into 64 bits")
+        raise NoAutomaton("a bound does not fit into 64 bits")
     return integer
 
 
@@ -248,7 +248,7 @@ def _between(low: str, high: str, low_inclusive: bool, high_inclusive: bool) -> 
     high_whole, _, high_digits = high.partition(".")
     first, last = int(low_whole), int(high_whole)
     if last > _MAX_INTEGER:
-        raise NotRegular("a bound does not fit into 64 bits")
+        raise NoAutomaton("a bound does not fit into 64 bits")
     point = text(".")
     if first == last:
         length = max(len(low_digits), len(high_digits))
@@ -352,7 +352,7 @@ def _reduced(coefficient: int, digits: int) -> tuple[int, int]:
 def _multiples(coefficient: int, digits: int) -> Expression:
     """Return the expression of the multiples of ``coefficient / 10**digits``.
 
-    They have no exponent and at most `digits` digits after the point. Raise `NotRegular` unless a
+    They have no exponent and at most `digits` digits after the point. Raise `NoAutomaton` unless a
     few digits at the end of a number show whether it is a multiple of the coefficient or, for
     multiples of 3, of a third of it.
     """
@@ -361,7 +361,7 @@ def _multiples(coefficient: int, digits: int) -> Expression:
         return concat([sign, repeat(text("0"), 1, None)])
     if digits:
         if 10 ** min(digits, _MAX_DIGITS) % coefficient:
-            raise NotRegular("multipleOf is not supported for this fraction")
+            raise NoAutomaton("multipleOf is not supported for this fraction")
         fractions = []
         for length in range(1, digits + 1):
             if length < digits and 10 ** (digits - length) <= coefficient:
@@ -377,7 +377,7 @@ def _multiples(coefficient: int, digits: int) -> Expression:
     while 10**length % coefficient:
         length += 1
         if length > _MAX_DIGITS:
-            raise NotRegular("multipleOf is not supported for this number")
+            raise NoAutomaton("multipleOf is not supported for this number")
     if length == 0:
         return concat([sign, repeat(_DIGIT, 1, None)])
     options = [concat([_DIGITS, _with_remainder(length, coefficient, 0)])]

@@ -2,7 +2,7 @@
 
 Each object and each array of a schema is a rule, so schemas may be recursive, and the size of the
 rules grows with the schema and not with its nesting. For a schema that has no exact lowering,
-`SchemaLowering.lower` raises `NotRegular`.
+`SchemaLowering.lower` raises `NoAutomaton`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from graft.grammar.regular.expression import (
     text,
     union,
 )
-from graft.grammar.regular.regex import MAX_COUNT, NotRegular
+from graft.grammar.regular.regex import MAX_COUNT, NoAutomaton
 from graft.grammar.schema.llguidance_options import OPTIONS, PLAIN_ESCAPES, json_options
 from graft.grammar.spec import Whitespace
 
@@ -78,7 +78,7 @@ class Rules:
     def reserve(self, brackets: tuple[int, int]) -> int:
         """Add a rule whose expression `set` will define, and return its index."""
         if len(self._rules) == MAX_RULES:
-            raise NotRegular("the grammar is too large")
+            raise NoAutomaton("the grammar is too large")
         self._rules.append((*brackets, NOTHING))
         return len(self._rules) - 1
 
@@ -86,7 +86,7 @@ class Rules:
         """Define the expression of a rule."""
         self._size += len(body)
         if self._size > MAX_SIZE:
-            raise NotRegular("the grammar is too large")
+            raise NoAutomaton("the grammar is too large")
         self._rules[rule] = (*self._rules[rule][:2], body)
 
     def finish(self, root: Expression) -> list[Rule]:
@@ -148,11 +148,11 @@ class SchemaLowering:
     def lower(self, schema: Any) -> Expression:
         """Return the expression of a schema, in the form that the router returns.
 
-        Raise `NotRegular` if the schema is not supported.
+        Raise `NoAutomaton` if the schema is not supported.
         """
         options = schema.get(OPTIONS) if isinstance(schema, dict) else None
         if options not in (None, PLAIN_ESCAPES):
-            raise NotRegular("these options of LLGuidance are not supported")
+            raise NoAutomaton("these options of LLGuidance are not supported")
         document = _Document(self._rules, self._layout, _string_writer(options is None), schema)
         return document.lower(document.reader.read(schema))
 
@@ -214,7 +214,7 @@ class _Document:
         if target in self._targets:
             return self._targets[target]
         if target in self._open:
-            raise NotRegular("a reference leads to itself")
+            raise NoAutomaton("a reference leads to itself")
         self._open.add(target)
         expression = self.lower(self.reader.resolve(reference))
         self._open.remove(target)
@@ -278,7 +278,7 @@ class _Document:
             others.append(concat([key, self._layout.colon, value]))
         if num_optional and (low > 0 or high is not None):
             if others or low > 1 or (high is not None and high != 1):
-                raise NotRegular("the number of properties is limited")
+                raise NoAutomaton("the number of properties is limited")
             return self._limited(items, low, high)
         if others and high != 0:
             items.append((union(others), low, high))
@@ -310,7 +310,7 @@ class _Document:
         if high is not None and high < low:
             return NOTHING
         if low > MAX_COUNT or (high or 0) > MAX_COUNT:
-            raise NotRegular("the number of items is too large")
+            raise NoAutomaton("the number of items is too large")
         rest = self.lower(arrays.items or ANYTHING)
         prefix = arrays.prefix if high is None else arrays.prefix[:high]
         if not prefix:

@@ -26,7 +26,7 @@ from graft.grammar.regular.regex import (
     MAX_COUNT,
     RUST_CLASSES,
     Classes,
-    NotRegular,
+    NoAutomaton,
     lower_regex,
     lower_search,
     search,
@@ -143,12 +143,12 @@ class StringWriter:
 
     def _search(self, pattern: str, low: int, high: int | None) -> tuple[Expression, bool]:
         if not isinstance(pattern, str):
-            raise NotRegular("a pattern must be a string")
+            raise NoAutomaton("a pattern must be a string")
         return lower_search(pattern, self._one_of, _CLASSES, low, high)
 
     def _length(self, low: int, high: int | None) -> Expression:
         if max(low, high or 0) > MAX_COUNT:
-            raise NotRegular("a length is too large")
+            raise NoAutomaton("a length is too large")
         if high is not None and low > high:
             return characters([])
         return repeat(self._any_character, low, high)

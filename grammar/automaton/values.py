@@ -15,7 +15,7 @@ from typing import Any
 from graft.grammar.automaton.formats import FORMATS
 from graft.grammar.automaton.numbers import NumberRange, divisor_of
 from graft.grammar.automaton.strings import StringSet, matches_name
-from graft.grammar.regular.regex import NotRegular
+from graft.grammar.regular.regex import NoAutomaton
 from graft.grammar.schema.documents import dialect, word_set
 from graft.grammar.schema.reasons import NoExactForm
 from graft.grammar.schema.references import References
@@ -141,7 +141,7 @@ _SINCE = {"const": 6, "prefixItems": 2019}
 class SchemaReader:
     """Reads the subschemas of one document; `root` is the document.
 
-    Raise `NotRegular` if a keyword is not supported, or if the schema is too large.
+    Raise `NoAutomaton` if a keyword is not supported, or if the schema is too large.
     """
 
     def __init__(self, root: Any):
@@ -162,7 +162,7 @@ class SchemaReader:
             try:
                 schema = self._references.resolve(reference.target)
             except NoExactForm as error:
-                raise NotRegular(str(error)) from None
+                raise NoAutomaton(str(error)) from None
             values = self.read(schema)
             self._targets[reference.target] = values
         return values
@@ -172,10 +172,10 @@ class SchemaReader:
         if isinstance(schema, bool):
             return ANYTHING if schema else NOTHING
         if not isinstance(schema, dict):
-            raise NotRegular("a schema must be an object or a boolean")
+            raise NoAutomaton("a schema must be an object or a boolean")
         self._count += 1
         if self._count > MAX_SETS:
-            raise NotRegular("the schema is too large")
+            raise NoAutomaton("the schema is too large")
         if all(
             (key not in _APPLICATORS and key not in _ASSERTIONS) or key in self._unknown
             for key in schema
@@ -215,7 +215,7 @@ class SchemaReader:
             for part in argument:
                 values = self.intersect(values, self.read(part))
             return values
-        raise NotRegular(f"keyword {key!r} is not supported")
+        raise NoAutomaton(f"keyword {key!r} is not supported")
 
     def _read_assertions(self, schema: dict[str, Any], assertions: dict[str, Any]) -> Values:
         """Return the values that satisfy some keywords of a schema, which are no applicators."""
@@ -240,7 +240,7 @@ class SchemaReader:
             return _BOOLEANS
         if name == "null":
             return NULL
-        raise NotRegular(f"type {name!r} is not supported")
+        raise NoAutomaton(f"type {name!r} is not supported")
 
     def _read_array(self, assertions: dict[str, Any]) -> Arrays:
         prefix = assertions.get("prefixItems")
@@ -290,7 +290,7 @@ class SchemaReader:
             return one
         self._count += 1
         if nesting > _MAX_NESTING or self._count > MAX_SETS:
-            raise NotRegular("the schema is too large, or combined with itself")
+            raise NoAutomaton("the schema is too large, or combined with itself")
         nesting += 1
         if isinstance(one, Reference):
             return self.intersect(self.resolve(one), other, nesting)
@@ -391,7 +391,7 @@ def _smaller(one: int | None, other: int | None) -> int | None:
 def _count(assertions: dict[str, Any], keyword: str) -> int | None:
     value = assertions.get(keyword)
     if value is not None and (type(value) is not int or value < 0):
-        raise NotRegular(f"{keyword} is not a number of values")
+        raise NoAutomaton(f"{keyword} is not a number of values")
     return value
 
 
@@ -401,7 +401,7 @@ def _read_string(assertions: dict[str, Any]) -> StringSet:
         patterns.append(("search", assertions["pattern"]))
     if "format" in assertions:
         if assertions["format"] not in FORMATS:
-            raise NotRegular(f"format {assertions['format']!r} is not supported")
+            raise NoAutomaton(f"format {assertions['format']!r} is not supported")
         patterns.append(("match", FORMATS[assertions["format"]]))
     return StringSet(
         _count(assertions, "minLength") or 0, _count(assertions, "maxLength"), tuple(patterns)
@@ -433,7 +433,7 @@ def _double(value: float) -> float:
     except OverflowError:
         double = math.inf
     if not math.isfinite(double):
-        raise NotRegular("a number is too large")
+        raise NoAutomaton("a number is too large")
     return double
 
 

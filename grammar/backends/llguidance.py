@@ -251,8 +251,8 @@ class LLGuidanceBackend:
     vocabulary
         Vocabulary of the grammars and matchers.
     automata
-        Whether grammars that are known to be regular run as finite automata instead of
-        LLGuidance's matchers. Both allow the same tokens.
+        Whether grammars with automata (see `graft.grammar.automaton.lower`) run as automata instead
+        of LLGuidance's matchers. Both allow the same tokens.
     """
 
     name = "LLGuidance"

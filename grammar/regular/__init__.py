@@ -1,1 +1,1 @@
-"""Regular languages: expressions that describe them, and a parser of regular expressions."""
+"""Expressions of grammar rules, and parsers of regular expressions and of EBNF."""

@@ -3,7 +3,7 @@
 LLGuidance reads patterns with Rust's ``regex-syntax`` crate, and so does this module. It supports
 groups of all kinds, lazy repetitions, flags, Unicode classes, and the operators of character
 classes. For any other pattern, for example one with a word boundary, the functions raise
-`NotRegular`, and the request uses the matcher of the grammar library instead of an automaton.
+`NoAutomaton`, and the request uses the matcher of the grammar library instead of an automaton.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
     "ANY",
     "RUST_CLASSES",
     "SPACE",
-    "NotRegular",
+    "NoAutomaton",
     "has_alternatives",
     "lower_regex",
     "lower_search",
@@ -89,8 +89,8 @@ _GROUP_NAME = re.compile(r"P?<[A-Za-z_][A-Za-z0-9_.\[\]]*>")
 _FOLDED = {"k": 0x212A, "s": 0x017F}
 
 
-class NotRegular(ValueError):
-    """A grammar has no automaton: its language is not regular, or graft cannot lower it."""
+class NoAutomaton(ValueError):
+    """A grammar has no automaton, because graft cannot lower it to rules."""
 
 
 class _Set(NamedTuple):
@@ -138,7 +138,7 @@ def lower_regex(
     `one_of` returns the expression of one character of the given ranges. It is called for each
     character, class and escape of the pattern, and can add, for example, the escape sequences of
     JSON strings. `classes` contains the characters of class escapes such as ``\\d``, by letter.
-    Raise `NotRegular` if the pattern has unsupported syntax.
+    Raise `NoAutomaton` if the pattern has unsupported syntax.
     """
     return _Writer(one_of, None).write(_Parser(pattern, classes).parse(), True, True)
 
@@ -283,7 +283,7 @@ class _Writer:
             )
         if isinstance(node, _Anchor):
             if not (at_end if node.at_end else at_start):
-                raise NotRegular("anchors inside a pattern are not supported")
+                raise NoAutomaton("anchors inside a pattern are not supported")
             return EMPTY
         if self._anything is None or not (at_start or at_end):
             return union(self.write(option, at_start, at_end) for option in node.options)
@@ -320,7 +320,7 @@ class _Parser:
     def parse(self) -> _Node:
         node = self._alternatives()
         if self._position < len(self._pattern):
-            raise NotRegular(f"unexpected {self._peek()!r}")
+            raise NoAutomaton(f"unexpected {self._peek()!r}")
         return node
 
     def _peek(self) -> str:
@@ -330,7 +330,7 @@ class _Parser:
     def _take(self) -> str:
         character = self._peek()
         if not character:
-            raise NotRegular("the pattern ends too early")
+            raise NoAutomaton("the pattern ends too early")
         self._position += 1
         return character
 
@@ -379,7 +379,7 @@ class _Parser:
         if self._skip(","):
             high = None if self._peek() == "}" else self._number()
         if not self._skip("}") or (high is not None and high < low):
-            raise NotRegular("invalid repetition count")
+            raise NoAutomaton("invalid repetition count")
         return low, high
 
     def _number(self) -> int:
@@ -387,7 +387,7 @@ class _Parser:
         while self._peek().isascii() and self._peek().isdigit():
             digits += self._take()
         if not digits or int(digits) > MAX_COUNT:
-            raise NotRegular("repetition count is missing or too large")
+            raise NoAutomaton("repetition count is missing or too large")
         return int(digits)
 
     def _atom(self) -> _Node | None:
@@ -407,7 +407,7 @@ class _Parser:
             ranges = self._escape()
             return _Set(ranges) if is_class else self._folded(ranges)
         if character in "*+?{":
-            raise NotRegular(f"{character!r} is not supported here")
+            raise NoAutomaton(f"{character!r} is not supported here")
         return self._folded([(ord(character), ord(character))])
 
     def _folded(self, ranges: Ranges) -> _Set:
@@ -421,16 +421,16 @@ class _Parser:
             name = _GROUP_NAME.match(self._pattern, self._position)
             if name is not None:
                 if "<stop>" in name[0]:  # LLGuidance reads this group as a lookahead
-                    raise NotRegular("groups with the name 'stop' are not supported")
+                    raise NoAutomaton("groups with the name 'stop' are not supported")
                 self._position = name.end()
             elif not self._read_flags():
                 return None
         self._nesting += 1
         if self._nesting > MAX_NESTING:
-            raise NotRegular("groups are nested too deeply")
+            raise NoAutomaton("groups are nested too deeply")
         node = self._alternatives()
         if not self._skip(")"):
-            raise NotRegular("a group is not closed")
+            raise NoAutomaton("a group is not closed")
         self._nesting -= 1
         self._flags = flags
         return node
@@ -451,7 +451,7 @@ class _Parser:
                 flags = flags._replace(dot_all=value)
             elif character != "U" and (character != "u" or not value):
                 # Whether repetitions are lazy (U) has no effect, and Unicode (u) is the default.
-                raise NotRegular(f"the flag or group {character!r} is not supported")
+                raise NoAutomaton(f"the flag or group {character!r} is not supported")
         self._flags = flags
         return character == ":"
 
@@ -470,7 +470,7 @@ class _Parser:
         elif character.isascii() and not character.isalnum() and character not in "<>":
             code = ord(character)
         else:
-            raise NotRegular(f"the escape \\{character} is not supported")
+            raise NoAutomaton(f"the escape \\{character} is not supported")
         return [(code, code)]
 
     def _hexadecimal(self, digits: int) -> int:
@@ -481,7 +481,7 @@ class _Parser:
         else:
             text = "".join(self._take() for _ in range(digits))
         if not text or not set(text) <= set("0123456789abcdefABCDEF") or len(text) > 8:
-            raise NotRegular(f"{text!r} is not a hexadecimal number")
+            raise NoAutomaton(f"{text!r} is not a hexadecimal number")
         return int(text, 16)
 
     def _property(self, negated: bool) -> Ranges:
@@ -496,14 +496,14 @@ class _Parser:
             negated = not negated
         ranges = category_ranges(name)
         if ranges is None or self._flags.ignore_case:
-            raise NotRegular(f"the Unicode property {name!r} is not supported")
+            raise NoAutomaton(f"the Unicode property {name!r} is not supported")
         return complement(ranges) if negated else ranges
 
     def _class(self) -> Ranges:
         """Read a character class after its ``[`` and return its characters."""
         self._nesting += 1
         if self._nesting > MAX_NESTING:
-            raise NotRegular("classes are nested too deeply")
+            raise NoAutomaton("classes are nested too deeply")
         negated = self._skip("^")
         ranges: list[tuple[int, int]] = []
         while self._skip("-"):
@@ -547,7 +547,7 @@ class _Parser:
         self._take()
         end = self._class_character()
         if len(end) != 1 or end[0][0] != end[0][1] or end[0] < part[0]:
-            raise NotRegular("invalid range in a class")
+            raise NoAutomaton("invalid range in a class")
         return [(part[0][0], end[0][0])]
 
     def _class_character(self) -> Ranges:
@@ -568,14 +568,14 @@ def _combined(left: Ranges, operator: str, right: Ranges) -> Ranges:
 
 
 def _both_cases(ranges: Ranges) -> Ranges:
-    """Add the other case of each letter; raise `NotRegular` for letters outside ASCII."""
+    """Add the other case of each letter; raise `NoAutomaton` for letters outside ASCII."""
     out = list(ranges)
     for low, high in ranges:
         if high > 0x7F:
             if low <= 0x80 and high == MAX_CHARACTER:  # all characters outside ASCII
                 out += [(ord(letter), ord(letter)) for letter in "kKsS"]
             elif high - low > 1000 or any(map(_has_case, range(max(low, 0x80), high + 1))):
-                raise NotRegular("(?i) is only supported for ASCII letters")
+                raise NoAutomaton("(?i) is only supported for ASCII letters")
         for first, offset in ((0x41, 0x20), (0x61, -0x20)):
             start = max(low, first)
             end = min(high, first + 25)

@@ -20,7 +20,7 @@ import pytest
 from graft.grammar import GrammarError, GrammarSpec, LLGuidanceBackend, Vocabulary, resolve_spec
 from graft.grammar.automaton.lower import MAX_STATES, compile_automaton, lower
 from graft.grammar.matcher import NativeBackedMatcher
-from graft.grammar.regular.regex import NotRegular
+from graft.grammar.regular.regex import NoAutomaton
 from graft.native import _native
 
 STOP = 1
@@ -346,7 +346,7 @@ NOT_LOWERED = {
 
 @pytest.mark.parametrize("name", NOT_LOWERED)
 def test_lower_refuses_grammar_without_known_automaton(name):
-    with pytest.raises(NotRegular):
+    with pytest.raises(NoAutomaton):
         lower(resolve_spec(NOT_LOWERED[name], "llguidance"))
 
 

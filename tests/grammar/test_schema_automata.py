@@ -13,7 +13,7 @@ from mask_walks import STOP, VOCABULARY, compile_both, require_equal_walks, requ
 from graft.grammar import CompiledGrammar, GrammarError, GrammarSpec
 from graft.grammar.automaton.formats import FORMATS
 from graft.grammar.automaton.lower import compile_automaton, lower
-from graft.grammar.regular.regex import NotRegular
+from graft.grammar.regular.regex import NoAutomaton
 from graft.grammar.resolve import resolve_for_backend
 
 NULL = {"type": "null"}
@@ -341,7 +341,7 @@ REFUSED_BY_LOWERING = {
 @pytest.mark.parametrize("name", REFUSED_BY_LOWERING)
 def test_lower_refuses_schema_without_known_rules(name: str):
     spec = GrammarSpec.json_schema(REFUSED_BY_LOWERING[name])
-    with pytest.raises(NotRegular):
+    with pytest.raises(NoAutomaton):
         lower(resolve_for_backend(spec, "llguidance"))
 
 

@@ -15,7 +15,7 @@ from graft.grammar import GrammarSpec, StructuralTag, resolve_spec
 from graft.grammar.automaton.ebnf import lower_ebnf
 from graft.grammar.automaton.lower import lower
 from graft.grammar.automaton.schema import Rules
-from graft.grammar.regular.regex import RUST_CLASSES, NotRegular, search
+from graft.grammar.regular.regex import RUST_CLASSES, NoAutomaton, search
 from graft.grammar.regular.unicode_classes import category_ranges
 
 PATTERNS = [
@@ -138,7 +138,7 @@ def test_ebnf_automaton_has_masks_of_llguidance(name: str):
 
 @pytest.mark.parametrize("rule", ['root "a" | "b"', '"a" root "b" | "c"', '"(" root | "c"'])
 def test_ebnf_recursion_without_brackets_is_refused(rule: str):
-    with pytest.raises(NotRegular, match="recursive without brackets"):
+    with pytest.raises(NoAutomaton, match="recursive without brackets"):
         lower_ebnf(f"root ::= {rule} root?", "root", Rules())
 
 

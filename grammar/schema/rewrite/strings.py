@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 
 from graft.grammar.regular.expression import words
-from graft.grammar.regular.regex import NotRegular, has_alternatives, lower_regex
+from graft.grammar.regular.regex import NoAutomaton, has_alternatives, lower_regex
 from graft.grammar.schema.reasons import NoExactForm
 
 __all__ = ["FORMATS", "HOSTNAME", "ecma_pattern", "literals", "none_of", "quote"]
@@ -221,7 +221,7 @@ def literals(pattern: str) -> list[str] | None:
         return None
     try:
         return words(lower_regex(body, classes={}), _MAX_WORDS)
-    except (NotRegular, RecursionError):
+    except (NoAutomaton, RecursionError):
         return None
 
 
