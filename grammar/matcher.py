@@ -76,7 +76,7 @@ class CompiledGrammar:
     spec
         Specification of the grammar.
     native
-        The backend's own compiled form of the grammar.
+        The backend's own compiled form of the grammar; None if `automaton` replaces it.
     nbytes
         Memory that the grammar occupies, in bytes, as reported by the backend.
 
@@ -86,8 +86,7 @@ class CompiledGrammar:
         Record of whether the grammar's matchers have kept the guided decoder's time budget so far.
         The decoder's native worker updates it; see ``OrderTiming`` in native/guide/matcher.h.
     automaton
-        Native automaton that the matchers run instead of `native`. It allows the same texts. None
-        if the grammar has no automaton.
+        Native automaton that the matchers run; None if the grammar has none.
     """
 
     def __init__(self, backend: GrammarBackend, spec: Spec, native: Any, nbytes: int):

@@ -353,8 +353,17 @@ class LLGuidanceBackend:
     def load(self, spec: Spec, result: Prepared) -> CompiledGrammar:
         """Create the compiled grammar from the result of `prepare`.
 
-        The native code releases the GIL while LLGuidance compiles the grammar.
+        A grammar with an automaton is not compiled with LLGuidance, which has already checked the
+        grammar (`prepare`) and whose matchers are not needed. The native code releases the GIL
+        while LLGuidance compiles a grammar.
         """
+        if result.automaton is not None:
+            automaton = _native.guide.AutomatonGrammar(
+                result.automaton, self._trie, self._row_memory
+            )
+            compiled = CompiledGrammar(self, spec, None, len(result.text) + automaton.nbytes)
+            compiled.automaton = automaton
+            return compiled
         try:
             tokenizer = self._tokenizer(self._named_tokens(result.references))
             native = _native.guide.LLGuidanceGrammar(tokenizer, result.text)
@@ -363,14 +372,7 @@ class LLGuidanceBackend:
             if "removal index" in message:  # an unknown special token causes this panic
                 message = "names a special token that the vocabulary does not have"
             raise GrammarError(f"{spec.kind}: {message}") from None
-        compiled = CompiledGrammar(self, spec, native, _MATCHER_BYTES + len(result.text))
-        if result.automaton is not None:
-            automaton = _native.guide.AutomatonGrammar(
-                result.automaton, self._trie, self._row_memory
-            )
-            compiled.nbytes += automaton.nbytes
-            compiled.automaton = automaton
-        return compiled
+        return CompiledGrammar(self, spec, native, _MATCHER_BYTES + len(result.text))
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """Return a new matcher at the start of a grammar.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
 
@@ -10,9 +11,7 @@ from rule_matcher import RuleMatcher
 
 from graft.grammar import CompiledGrammar, GrammarSpec, LLGuidanceBackend, Matcher, Vocabulary
 from graft.grammar.automaton.lower import lower
-from graft.grammar.matcher import NativeBackedMatcher
 from graft.grammar.resolve import resolve_for_backend
-from graft.native import _native
 
 STOP = 1
 _FIRST_BYTE = 2
@@ -39,6 +38,7 @@ def _make_vocabulary() -> Vocabulary:
 
 VOCABULARY = _make_vocabulary()
 BACKEND = LLGuidanceBackend(VOCABULARY)
+WITHOUT_AUTOMATA = LLGuidanceBackend(VOCABULARY, automata=False)
 
 
 def compile_both(spec: GrammarSpec) -> CompiledGrammar:
@@ -48,10 +48,14 @@ def compile_both(spec: GrammarSpec) -> CompiledGrammar:
     return compiled
 
 
+@functools.lru_cache(maxsize=64)
+def _compile_without_automaton(spec: GrammarSpec) -> CompiledGrammar:
+    return WITHOUT_AUTOMATA.compile(spec)
+
+
 def llguidance_matcher(compiled: CompiledGrammar) -> Matcher:
     """Return a matcher of LLGuidance at the start of a grammar."""
-    native = _native.guide.LLGuidanceMatcher(compiled.native, (STOP,))
-    return NativeBackedMatcher(compiled, (STOP,), native)
+    return _compile_without_automaton(compiled.spec).matcher()
 
 
 def legal_ids(matcher: Matcher) -> list[int]:

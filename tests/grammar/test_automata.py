@@ -7,6 +7,7 @@ for each byte and longer tokens that cross the boundaries of characters and JSON
 
 from __future__ import annotations
 
+import functools
 import gzip
 import itertools
 import json
@@ -40,6 +41,7 @@ def make_vocabulary():
 
 VOCABULARY = make_vocabulary()
 BACKEND = LLGuidanceBackend(VOCABULARY)
+WITHOUT_AUTOMATA = LLGuidanceBackend(VOCABULARY, automata=False)
 
 
 class Table:
@@ -116,9 +118,13 @@ def row_after(matcher, text):
     return row
 
 
+@functools.lru_cache(maxsize=64)
+def compile_without_automaton(spec):
+    return WITHOUT_AUTOMATA.compile(spec)
+
+
 def llguidance_matcher(compiled):
-    native = _native.guide.LLGuidanceMatcher(compiled.native, (STOP,))
-    return NativeBackedMatcher(compiled, (STOP,), native)
+    return compile_without_automaton(compiled.spec).matcher()
 
 
 def require_equal_masks(spec, limit=400):
