@@ -148,7 +148,12 @@ def test_speculation_bench_figures_equal_engine_stats(tmp_path, capsys, device):
     with Engine(target, head, max_batch_size=2, draft_length=3, max_length=1024) as engine:
         outputs = engine.generate(
             [
-                Request(prompt=row.request.prompt, grammar=row.request.grammar, max_tokens=9)
+                Request(
+                    prompt=row.request.prompt,
+                    grammar=row.request.grammar,
+                    max_tokens=9,
+                    closing="off",
+                )
                 for _, row in prompts
             ]
         )
