@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib.util
 import io
+import itertools
 import json
 import os
 import re
@@ -276,7 +277,9 @@ assert x.array.sum() == 8
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("line", dict.fromkeys(line for _, line in COMMANDS))
+@pytest.mark.parametrize(
+    "line", dict.fromkeys(line for _, line in COMMANDS), ids=lambda line: line[:50]
+)
 def test_page_command_runs(line, tmp_path, request):
     if line.startswith(tuple(NOT_RUN)):
         return
@@ -295,7 +298,11 @@ def test_page_command_runs(line, tmp_path, request):
         "python": [sys.executable],
         "pytest": [sys.executable, "-m", "pytest"],
     }
-    command = [part for word in words for part in programs.get(word, [word])]
+    command = [
+        part
+        for before, word in itertools.pairwise(["", *words])
+        for part in ([word] if before == "-m" else programs.get(word, [word]))
+    ]
     if "--replicas" in words:
         pytest.importorskip("ray")
     if words[0] in ("mpiexec", "curl") and not shutil.which(words[0]):
