@@ -144,7 +144,7 @@ PTX_ONCE = $(wildcard tests/softcuda/test_ptx*.py) tests/softcuda/test_nvrtc_wra
   tests/models/test_engine_ptx.py tests/models/test_attention_counts.py \
   tests/cudagraph/test_nvrtc.py tests/models/test_machine_code.py
 PTX_ARCHITECTURES ?= 80 90 100
-PTX_OPTIONS = --ptx -o faulthandler_timeout=900 \
+PTX_OPTIONS = --ptx -o faulthandler_timeout=3600 \
   -k "not (any_blocks_per_row and (128256 or 49152))" $(PARALLEL) $(PYTEST)
 
 test-ptx: setup install-kernels ## compile the kernels with NVRTC, and run their tests as PTX on the soft device

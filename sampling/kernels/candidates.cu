@@ -74,20 +74,22 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     const float minus_infinity = __uint_as_float(0xff800000u);
     const float inverse_temperature = fdiv(1.0f, filter.temperature);
     const Noise noise = {slot.seed, position, PURPOSE_NOISE | static_cast<u32>(slot.sample) << 8};
-    for (int i = tid; i < draft_vocab; i += BLOCK) {
+    NoiseOfIds noise_of = {noise};
+    for_each_four({0, draft_vocab}, [&](int i) {
       const int id = d2t ? d2t[i] : i;
       if (id < 0 || id >= token_limit || !(row.logits[i] > minus_infinity)) {
         score[i] = minus_infinity;
-        continue;
+        return;
       }
-      const float e = exponential(noise_word(noise, static_cast<u32>(id)));
+      const float e = exponential(noise_of(static_cast<u32>(id)));
       if (score[i] > 0.0f) {
         score[i] = fdiv(score[i], e);
       } else {
         const float scaled = fmul(fadd(row.logits[i], -best_logit), inverse_temperature);
         score[i] = -fdiv(e, exp_nonpositive(scaled));  // weight 0: -inf
       }
-    }
+    });
+    block_sync();
   }
 
   BestFirst order(score, draft_vocab);

@@ -134,9 +134,21 @@ __device__ __forceinline__ unsigned int word_of(const Words4& words, unsigned in
   return id & 2u ? high : low;
 }
 
-__device__ __forceinline__ unsigned int noise_word(const Noise& noise, unsigned int id) {
-  return word_of(noise_words(noise, id >> 2), id);
-}
+// Returns the random numbers of ids. A Philox block is computed once for successive calls whose ids
+// belong to it.
+struct NoiseOfIds {
+  const Noise& noise;
+  unsigned int group = 0xffffffffu;
+  Words4 words = {};
+
+  __device__ __forceinline__ unsigned int operator()(unsigned int id) {
+    if ((id >> 2) != group) {
+      group = id >> 2;
+      words = noise_words(noise, group);
+    }
+    return word_of(words, id);
+  }
+};
 
 // Returns a uniform number in [0, 1) from the upper 24 bits of x. Every value is exact in fp32.
 __device__ __forceinline__ float uniform24(unsigned int x) {

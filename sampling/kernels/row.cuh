@@ -576,6 +576,18 @@ __device__ __forceinline__ void row_normalize(const Weights& w, const Cut& cut, 
   for (int i = begin; i < own.end; i += BLOCK) work[i] = fdiv(work[i], total);
 }
 
+// Calls visit(i) for each column of a slice. A thread visits four neighbouring columns at a time.
+// If columns are target ids, one Philox block has the random numbers of all four (NoiseOfIds).
+template <class Visit>
+__device__ __forceinline__ void for_each_four(const Slice& own, Visit visit) {
+  constexpr int STEP = BLOCK > 1 ? 4 : 1;
+  for (int first = own.begin + static_cast<int>(threadIdx.x) * STEP; first < own.end;
+       first += BLOCK * STEP) {
+    const int end = own.end - first < STEP ? own.end : first + STEP;
+    for (int i = first; i < end; ++i) visit(i);
+  }
+}
+
 // Categorical sampling by the exponential race (Gumbel-max): argmax(weight / E) over the vocabulary
 // equals argmax(log weight + Gumbel). Random numbers are indexed by TARGET id, so a drafter with
 // its own vocabulary and the target use the same number for the same token.
@@ -590,34 +602,21 @@ __device__ __forceinline__ u64 draw_packed(const Slice& own, const int* map, con
                                            Scratch& scratch, Weight weight) {
   u64 packed = 0;
   float best = 0.0f;
-  u32 cached = 0xffffffffu;
-  Words4 words = {};
-  // Each step processes four neighbouring columns. If columns are target ids, one Philox block has
-  // the random numbers of all four.
-  for (int first = own.begin + static_cast<int>(threadIdx.x) * 4; first < own.end;
-       first += BLOCK * 4) {
-    const int end = own.end - first < 4 ? own.end : first + 4;
-    for (int i = first; i < end; ++i) {
-      const float w = weight(i);
-      if (!(w > 0.0f)) continue;
-      const u32 id = static_cast<u32>(map ? map[i] : i);
-      if ((id >> 2) != cached) {
-        cached = id >> 2;
-        words = noise_words(noise, cached);
-      }
-      const u32 x = word_of(words, id);
-      // The score is w / E. The variate E = -log(1 - v) is at least v, so w / v is an upper bound
-      // of the score. If this bound is below `best`, skip the column without computing the
-      // logarithm. The comparison has a margin far greater than the rounding errors, so the column
-      // with the highest score is never skipped.
-      if (w < best * (static_cast<float>(x) * 2.328e-10f)) continue;
-      const float score = fdiv(w, exponential(x));
-      if (packed != 0 && !(score > best)) continue;
-      best = score;
-      packed =
-          (static_cast<u64>(__float_as_uint(score)) << 32) | (0xffffffffu - static_cast<u32>(i));
-    }
-  }
+  NoiseOfIds noise_of = {noise};
+  for_each_four(own, [&](int i) {
+    const float w = weight(i);
+    if (!(w > 0.0f)) return;
+    const u32 x = noise_of(static_cast<u32>(map ? map[i] : i));
+    // The score is w / E. The variate E = -log(1 - v) is at least v, so w / v is an upper bound of
+    // the score. If this bound is below `best`, skip the column without computing the logarithm.
+    // The comparison has a margin far greater than the rounding errors, so the column with the
+    // highest score is never skipped.
+    if (w < best * (static_cast<float>(x) * 2.328e-10f)) return;
+    const float score = fdiv(w, exponential(x));
+    if (packed != 0 && !(score > best)) return;
+    best = score;
+    packed = (static_cast<u64>(__float_as_uint(score)) << 32) | (0xffffffffu - static_cast<u32>(i));
+  });
   return block_reduce(packed, scratch, Max());
 }
 

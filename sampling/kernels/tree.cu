@@ -96,16 +96,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   const Noise noise = {slot.seed, position, PURPOSE_NOISE | static_cast<u32>(slot.sample) << 8};
   const float minus_infinity = __uint_as_float(0xff800000u);
   u64 top = 0;  // the bits of positive floats are ordered like the floats
-  for (int i = tid; i < draft_vocab; i += BLOCK) {
-    if (!(score[i] > minus_infinity)) continue;
+  NoiseOfIds noise_of = {noise};
+  for_each_four({0, draft_vocab}, [&](int i) {
+    if (!(score[i] > minus_infinity)) return;
     float weight = exp_nonpositive(fmul(fadd(score[i], -best_logit), inverse_temperature));
     const int id = d2t ? d2t[i] : i;
-    if (sampled) {
-      weight = fdiv(weight, exponential(noise_word(noise, static_cast<u32>(id))));
-    }
+    if (sampled) weight = fdiv(weight, exponential(noise_of(static_cast<u32>(id))));
     score[i] = weight;
     top = __float_as_uint(weight) > top ? __float_as_uint(weight) : top;
-  }
+  });
   top = block_reduce(top, scratch, Max());
   const float most = __uint_as_float(static_cast<u32>(top));
   u64 sum = 0;

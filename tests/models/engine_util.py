@@ -13,6 +13,7 @@ from graft.cudagraph.device import Device
 from graft.models.engine.engine import Engine
 from graft.models.engine.options import InternalOptions
 from graft.models.request import Event, Output, Request
+from graft.models.round.prefill import Prefill
 from graft.tools.bench.demo_evaluation import task_grammar
 from graft.tools.demo.tasks import Task, held_out_tasks, unseen_key_tasks
 
@@ -45,6 +46,15 @@ def with_internal(options: dict[str, Any]) -> dict[str, Any]:
     internal = {name: value for name, value in options.items() if name in names}
     public = {name: value for name, value in options.items() if name not in names}
     return {**public, "internal": InternalOptions(**internal)}
+
+
+def skip_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build engines without running prefill chunks of all sizes.
+
+    These chunks have 4,088 rows, for which kernels that run as PTX with race detection need more
+    than 15 minutes.
+    """
+    monkeypatch.setattr(Prefill, "warm", lambda self, lane: [])
 
 
 def patch_kernel_source(monkeypatch: pytest.MonkeyPatch, path: str, old: str, new: str) -> None:

@@ -4,7 +4,14 @@ import itertools
 from types import SimpleNamespace
 
 import numpy as np
-from engine_util import ROUND, UNEVEN_DRAFTS, FixedDraftLengths, demo_engine, patch_kernel_source
+from engine_util import (
+    ROUND,
+    UNEVEN_DRAFTS,
+    FixedDraftLengths,
+    demo_engine,
+    patch_kernel_source,
+    skip_warm_up,
+)
 from reference_round import Tree
 from round_simulator import publish_slots, write_draft_tree
 from sampling_round import open_round
@@ -162,6 +169,7 @@ def test_round_begin_without_published_entry_is_padding(device, stream):
 def test_cut_drafts_get_no_mask_rows(monkeypatch):
     """If drafts are cut, the grammar worker fills mask rows for the verified rows only."""
     patch_kernel_source(monkeypatch, ROUND, *UNEVEN_DRAFTS)
+    skip_warm_up(monkeypatch)
     words = GrammarSpec.regex("([a-z]{1,5} )+")
     requests = [Request(tokens=[300 + i], grammar=words, max_tokens=30) for i in range(2)]
     with demo_engine(draft_length="auto", max_batch_size=2, draft_masking="none") as engine:

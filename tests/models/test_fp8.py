@@ -5,7 +5,7 @@ from dataclasses import replace
 import model_util
 import numpy as np
 import pytest
-from engine_util import demo_engine, mixed_requests
+from engine_util import demo_engine, mixed_requests, skip_warm_up
 from tiny_models import llama_config, make_tiny_llama, write_json, write_safetensors
 
 from graft.cudagraph.driver.dtypes import E4M3
@@ -306,8 +306,9 @@ def test_fp8_config_rejects_other_quantisations(config, path, value):
         LlamaConfig.from_dict(refused)
 
 
-def test_fp8_engine_output_is_unchanged_by_speculation():
+def test_fp8_engine_output_is_unchanged_by_speculation(monkeypatch):
     """The greedy outputs of the quantised demo model do not change with speculation."""
+    skip_warm_up(monkeypatch)
     requests = [replace(r, id=str(i)) for i, r in enumerate(mixed_requests(4, seed=3))]
     texts = []
     for speculation in (False, True):
