@@ -71,6 +71,7 @@ def send(port: int, number: int) -> str:
         "model": "demo",
         "messages": [{"role": "user", "content": f"Extract number {number} of the fields. " * 8}],
         "max_tokens": 6,
+        "closing": "off",
         "stream": number % 2 == 0,
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
     }
