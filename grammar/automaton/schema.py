@@ -208,7 +208,7 @@ class _Document:
     def _reference(self, reference: Reference) -> Expression:
         """Return the expression of a reference's target.
 
-        A reference that leads to itself without a bracket in between adds no texts.
+        Raise `NoAutomaton` if the reference leads to itself without a bracket in between.
         """
         target = reference.target
         if target in self._targets:
