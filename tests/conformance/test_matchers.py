@@ -16,7 +16,7 @@ import pytest
 from guide_util import OTHER_STOP, STOP, byte_vocabulary
 from public_issues import issue
 
-from graft.grammar import GrammarSpec, Vocabulary, make_backend
+from graft.grammar import GrammarSpec, LLGuidanceBackend, Vocabulary, make_backend
 
 THINK = 266
 SCHEMA = GrammarSpec.json_schema(
@@ -37,11 +37,10 @@ KINDS = ("automaton", "llguidance", "xgrammar")
 
 @functools.cache
 def compiled(kind, spec):
-    library = "llguidance" if kind == "automaton" else kind
-    grammar = make_backend(library, byte_vocabulary(names={"<|tool|>": THINK})).compile(spec)
-    if kind == "llguidance":
-        grammar.automaton = None
-    return grammar
+    vocabulary = byte_vocabulary(names={"<|tool|>": THINK})
+    if kind == "xgrammar":
+        return make_backend(kind, vocabulary).compile(spec)
+    return LLGuidanceBackend(vocabulary, automata=kind == "automaton").compile(spec)
 
 
 def legal(matcher):
