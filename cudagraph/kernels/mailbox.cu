@@ -1,8 +1,10 @@
 // Kernels of a mailbox: one posts a request to a host worker thread, the other spins until the
 // worker has answered the request.
 //
-// `request`, `ack` and `timed_out` are words in pinned host memory, on one cache line each.
-// Requests are numbered 1, 2, ... by `counter`, which only the device writes. 0 means "no request".
+// `request`, `ack` and `timed_out` are words in pinned host memory, on one cache line each. They
+// contain the number of a request: the posted one, the answered one, and one that was not answered
+// in time. Requests are numbered 1, 2, ... by `counter`, which only the device writes. 0 means "no
+// request".
 #include "graft.cuh"
 
 // Pauses between two polls of a word. Without pauses, polling would slow down the thread that

@@ -1,8 +1,11 @@
-// Logit bias, penalties and log probabilities of the target's rows, and publication of the results.
+// Adjusts the target's logits (logit bias, penalties), stores them for log probabilities, and
+// publishes the results of a round.
 //
-// Forward row r belongs to batch row b and its draft j, see map_entry. adjust_logits also copies
-// the state of each mask row from host memory to `row_state`, which later kernels read. It does
-// nothing else for rows without adjustments.
+// Row r of the logits (forward row: the output for one input token of the target) belongs to batch
+// row b (one request of the batch) and to draft j of this request, or to its last committed token
+// if j is 0, see map_entry. adjust_logits also copies the state of the mask row (token bitmask) of
+// each forward row from host memory to `row_state`, which later kernels read. It does nothing else
+// for requests whose logits need no adjustment.
 #include "adjust.cuh"
 #include "best.cuh"
 
@@ -19,8 +22,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   const int tid = static_cast<int>(threadIdx.x);
   const bool used = index >= 0 && slots[index].active && j <= slots[index].draft_len;
   const bool adjusts = used && slots[index].adjust != 0;
-  // The stamps of mask rows are in host memory, from which a load takes long. If a row has no
-  // adjustments, only its first block reads the stamp, in order to write `row_state`.
+  // The stamp of a mask row (its state, see RowStamp) is in host memory, from which a load takes
+  // about a microsecond on a GPU. If a row has no adjustments, only its first block reads the
+  // stamp, in order to write `row_state`.
   if (blockIdx.y > 0 && !adjusts) return;
   const int position = used ? slots[index].n + depth_of(slots[index], j) : 0;
   if (tid == 0) {
@@ -53,8 +57,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     raw[first + i] = legal<false>(row, legal_word<false>(row, i & ~31), i) ? x[i] : MINUS_INFINITY;
   }
   if (position + 1 >= slot.earliest_stop) return;
-  // At positions below `earliest_stop`, stop ids are illegal, unless no other id is legal, for
-  // example at the end of a grammar.
+  // Here the next token is at a position below `earliest_stop`. Stop ids are illegal there, unless
+  // no other id is legal, for example because the text that the grammar describes is complete.
   u64 other = 0;
   for (int i = own.begin + tid; i < own.end && other == 0; i += BLOCK) {
     const u32 word = legal_word<false>(row, i & ~31);
@@ -73,8 +77,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   if (tid == 0) shared.best = 0;
 }
 
-// Records committed token i of a batch row: adds 1 to its count for penalties, and writes its log
-// probabilities to the entry of the output ring. r is the batch row's first forward row plus i.
+// Records token i (from 0) that verification has committed for a batch row: adds 1 to the count of
+// the token, which penalties use, and writes its log probability and rank and the most likely ids
+// to `logprobs_out`, the replay's entry of the output ring. The caller passes i as `r`, which is
+// the index of the batch row's first forward row plus i.
 __device__ __forceinline__ void record_token(int r, const float* raw, int vocab_size,
                                              const int* row_slot, const int* map, const Slot* slots,
                                              const RoundRow* rows, int row_words, int* tables,
@@ -128,10 +134,11 @@ __device__ __forceinline__ void record_token(int r, const float* raw, int vocab_
   if (leader) __threadfence_system();
 }
 
-// Publishes the results of a round after verification. One block per forward row: the block of
-// forward row i of a batch row records committed token i of the batch row. The last block to finish
-// copies the results of all batch rows to the replay's entry of the output ring and sets the unused
-// rows of the entry to -1. Then it stores the entry's stamp, for which the host waits.
+// Publishes the results of a round to the host, after verification. One block per forward row
+// (input row of the target): the block of the i-th forward row of a batch row records the i-th
+// committed token of the batch row. The last block to finish copies the results of all batch rows
+// to the output ring, into the entry of this replay, and sets the unused rows of the entry to -1.
+// Then it stores the replay number as the stamp of the entry, for which the host waits.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     publish_round(const float* raw, int vocab_size, const int* row_slot, const int* map,
                   const Slot* slots, const RoundRow* rows, int row_words, int* tables, int batch,

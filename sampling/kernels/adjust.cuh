@@ -1,9 +1,10 @@
 // Adjustments of a request's logits: bias, allowed and banned ids, and penalties. They apply to the
-// rows of the target and of the drafter, so that drafts are ids that the target may generate.
+// logits of the target and of the drafter, so that only ids that the target may generate are
+// drafted.
 //
-// The table of a slot is int [2][vocab_size]. Row 0 has the bits of each id's float bias, which is
-// -inf for a banned id. Row 1 has twice the number of times that the id was generated, plus 1 if
-// the id occurs in the prompt.
+// The `table` of a request slot is int [2][vocab_size]. table[0][id] contains the bits of the float
+// bias of an id, which is -inf for a banned id. table[1][id] is twice the number of times that the
+// request has generated the id, plus 1 if the id occurs in the prompt.
 #pragma once
 
 #include "row.cuh"
@@ -18,8 +19,9 @@ struct Columns {
   const int* t2d;  // column of each target id; -1: none
 };
 
-// Returns the adjusted logit of an id with logit `x`. The id occurs `drafted` times among the
-// drafts on the path to the row. SamplingParams in sampling/params.py documents the formula.
+// Returns the adjusted logit of an id with logit `x`. `drafted` is how often the id occurs among
+// the drafts that precede the position of the logit; they count as generated tokens. SamplingParams
+// in sampling/params.py documents the formula.
 __device__ __forceinline__ float adjusted(const Slot& slot, const int* table, int vocab_size,
                                           int id, float x, int drafted) {
   if (slot.adjust & ADJUST_BIAS) {
@@ -37,9 +39,10 @@ __device__ __forceinline__ float adjusted(const Slot& slot, const int* table, in
   return x;
 }
 
-// Adjusts, in place, a slice of the logits that follow a node of the slot's draft tree. The bits of
-// `path` are the drafts on the path to the node, which count as generated tokens. `drafted` is
-// shared memory for MAX_DRAFTS values. All threads take part, and a barrier follows the last write.
+// Adjusts, in place, the columns `own` of a row of logits `x`, the row for the token after one node
+// of the slot's draft tree. Bit t of `path` is set if slot.drafts[t] is on the path from the root
+// to this node; these drafts count as generated tokens. `drafted` is shared memory for MAX_DRAFTS
+// values. All threads take part, and a barrier follows the last write.
 __device__ inline void adjust_slice(float* x, const Slice& own, const Columns& columns,
                                     const Slot& slot, u64 path, const int* table, int vocab_size,
                                     float* drafted) {
@@ -49,8 +52,8 @@ __device__ inline void adjust_slice(float* x, const Slice& own, const Columns& c
     const int column = column_of(columns.t2d, columns.size, slot.drafts[t]);
     return column >= own.begin && column < own.end ? column : -1;
   };
-  // Compute the logits of the ids of drafts on `path` separately, because these drafts increase the
-  // token counts.
+  // An id that is drafted on `path` has a higher token count than `table` contains. Its logit is
+  // therefore computed here, and stored after the loop that adjusts all other ids.
   for (int t = tid; t < MAX_DRAFTS; t += BLOCK) {
     const int column = own_column(t);
     if (column < 0) continue;
@@ -73,8 +76,9 @@ __device__ inline void adjust_slice(float* x, const Slice& own, const Columns& c
 }
 
 // Adjusts a slice of the drafter's logits for the token at `position`, in place. The other
-// parameters are the same as for adjust_slice. At positions below `earliest_stop`, stop ids are
-// illegal. The target allows them there if no other id is legal; in this case, no draft is made.
+// parameters are the same as for adjust_slice. At positions below `slot.earliest_stop`, the logits
+// of stop ids become -inf. The target may generate a stop id there if no other id is legal; in this
+// case the drafter makes no draft.
 __device__ inline void adjust_draft(float* x, const Slice& own, const Columns& columns,
                                     const Slot& slot, u64 path, int position, const int* table,
                                     int vocab_size, float* drafted) {

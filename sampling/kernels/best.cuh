@@ -3,8 +3,9 @@
 
 #include "row.cuh"
 
-// The columns of a thread are divided into parts, and the best column of each part is cached. After
-// a column has been returned, only the part that contains this column is scanned again.
+// Each thread divides its columns into PARTS parts and caches the best remaining column of each
+// part. After next() has returned a column, the thread scans only the part that contained this
+// column again.
 constexpr int PARTS = BLOCK == 1 ? 64 : 8;
 
 struct BestFirst {
@@ -19,8 +20,9 @@ struct BestFirst {
     for (int p = 0; p < PARTS; ++p) best_of[p] = below(p, ~0ull);
   }
 
-  // Returns the next column to all threads; -1 if all remaining columns have lower scores than
-  // `lowest`. With the default of `lowest`, these are the columns with score -inf.
+  // Returns the best remaining column, the same to all threads of the block. Returns -1 if the
+  // order_key of every remaining score is less than `lowest`; with the default of `lowest`, this
+  // means that all remaining scores are -inf.
   __device__ __forceinline__ int next(Scratch& scratch) {
     u64 best = 0;
     for (int p = 0; p < PARTS; ++p) best = best_of[p] > best ? best_of[p] : best;

@@ -1,5 +1,5 @@
-// Candidates of draft j in descending order of preference. The grammar tests them in this order and
-// stops at the first legal one.
+// Lists the ids that may become draft j (the candidates), in descending order of preference. The
+// grammar worker tests them in this order and stops at the first legal one.
 //
 // The kernel processes the same slots as sample_draft. Candidates are ordered as the target will
 // prefer tokens: for greedy requests by logit, for sampled requests by weight / E, the score of the
@@ -7,10 +7,11 @@
 // top-p or min-p remove come last. They are candidates too, because the mask is not known yet and
 // may remove all other columns.
 //
-// In a lattice mode, the grammar tests the candidates of all levels in one step. There is one
-// candidate list per level: row l * batch + b of `logits` belongs to level l + 1 of batch row b.
-// The probability of each candidate is written too, and j is the maximum number of drafts. If the
-// drafts are a tree, slots without a grammar also get candidates.
+// In a lattice mode (is_lattice_mode), the grammar tests the candidates of all draft levels in one
+// step. Each batch row then has one list of candidates per level: row l * batch + b of `logits`
+// belongs to level l + 1 of batch row b. The kernel also writes the probability of each candidate,
+// and j is the maximum number of drafts. If the drafts are a tree, requests without a grammar also
+// get candidates.
 #include "adjust.cuh"
 #include "best.cuh"
 
@@ -58,9 +59,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   adjust_draft(x, own_slice(draft_vocab), {draft_vocab, d2t, t2d}, slot, path_of(slot, draft - 1),
                position, table_of(tables, vocab_size, index), vocab_size, drafted);
   const Row row = {x, draft_vocab, nullptr, token_limit, d2t};
-  // The grammar chooses the draft among the candidates, so the draft is a point mass and needs no
-  // table of draft probabilities. The memory of the table therefore stores the scores of the
-  // columns, which are the entries of the draft vocabulary.
+  // The grammar chooses the draft among the candidates, so verification treats the draft as a point
+  // mass and does not read its table of probabilities in `q`. The memory of this table stores the
+  // scores of the candidates instead, one per id of the draft vocabulary.
   float* score = q + (static_cast<long long>(index) * max_drafts + draft - 1 + level) * draft_vocab;
   const bool sampled = slot.temperature >= GREEDY_TEMPERATURE;
   const Filter filter = {slot.temperature, slot.top_k, slot.top_p, slot.min_p};

@@ -15,7 +15,8 @@
 #define GIVEN_EMPTY 8     // all logits of a row are -inf
 
 #define MAX_SUM_ERROR 1e-3f
-// Units of 1 in which elements of q are added. The sum of 2^24 elements is below 2^63.
+// Elements of q are added as integers in units of 1 / SUM_UNITS. The sum of 2^24 elements is below
+// 2^63.
 #define SUM_UNITS 274877906944.0f
 
 // The first invalid input of a batch row.
@@ -33,7 +34,9 @@ __device__ __forceinline__ long long integer_at(const void* array, int bytes, lo
                     : reinterpret_cast<const int*>(array)[i];
 }
 
-// Checks row j of q, copies it to `table`, and returns GIVEN_RANGE, GIVEN_SUM, GIVEN_ZERO or 0.
+// Checks the distribution `q` [vocab_size] from which `draft` was sampled, and copies it to
+// `table`. Returns 0 if it is valid, otherwise GIVEN_RANGE, GIVEN_SUM or GIVEN_ZERO. `value`
+// receives the invalid element (GIVEN_RANGE) or the sum.
 __device__ __forceinline__ int load_table(const float* q, int vocab_size, int draft, float* table,
                                           Scratch& scratch, float* value) {
   u64 sum = 0;
@@ -60,13 +63,13 @@ __device__ __forceinline__ int load_table(const float* q, int vocab_size, int dr
   return q[draft] > 0.0f ? 0 : GIVEN_ZERO;
 }
 
-// Makes given drafts the drafts of the slots; one block per batch row b, which uses slot b. The
-// drafts of a row end at the first -1. If an input is invalid, the slot becomes inactive, so that
-// no token is committed.
+// Writes the given drafts of each batch row to a slot, from which the verification kernels read
+// them. Block b writes batch row b to slot b. The drafts of a batch row end at the first -1. If an
+// input of the batch row is invalid, its slot becomes inactive, so that no token is committed.
 //
-// `request` has the sampling parameters. `seeds` and `positions` may be null if the request is
-// greedy. If q, float [batch, max_drafts, vocab_size], is not null, the drafts were sampled from
-// its rows, which are copied to `tables`.
+// `request` contains the sampling parameters of all batch rows. `seeds` and `positions` may be null
+// if sampling is greedy. If q, float [batch, max_drafts, vocab_size], is not null, q[b][j] is the
+// distribution from which draft j of batch row b was sampled, and it is copied to `tables`.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     load_given_drafts(const Slot request, const void* drafts, int draft_bytes, int max_drafts,
                       int vocab_size, const float* q, const unsigned long long* seeds,

@@ -1,8 +1,9 @@
 // Applies token bitmasks to logits in place: the logits of illegal tokens become -inf.
 //
-// Row r of the logits uses mask row mask_row[r]. If mask_row[r] is negative, the row of logits is
-// left unchanged. The bitmask is indexed by target id, 32 ids per word. Columns may be ids of a
-// drafter's vocabulary, which d2t maps to target ids in the same pass.
+// Row r of the logits uses row mask_row[r] of `mask`, or row r if `mask_row` is null. If
+// mask_row[r] is negative, the row of logits is left unchanged. A mask row has one bit per target
+// id, 32 ids per word. If `d2t` is not null, the columns of the logits are ids of a drafter's own
+// vocabulary, and d2t[column] is the target id.
 #include "row.cuh"
 
 template <class T>

@@ -2,8 +2,9 @@
 #include "row.cuh"
 #include "slot.cuh"
 
-// Copies the mask rows `first`, `first` + 1, ... of the batch's slots, as far as the grammar has
-// filled them on the host. Block (b, i) copies mask row `first` + i of batch row b.
+// Copies mask rows (token bitmasks, one per position to sample) of every slot of the batch to
+// device memory. Block (b, i) copies mask row `first` + i of batch row b. Mask rows that the
+// grammar has not filled are skipped.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     copy_mask_rows(const int* row_slot, int first, const int* exchange, const ExchangeLayout layout,
                    const int* host_masks, int* device_masks) {

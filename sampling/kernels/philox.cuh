@@ -109,7 +109,8 @@ __device__ __forceinline__ Words4 philox4x32_10(Words4 counter, unsigned int key
   return c;
 }
 
-// Key of a random number, and its counter without the word for the token id.
+// Address of a random number: the key of the request's Philox stream (`seed`), and the words of the
+// counter except for the one that contains the token id.
 struct Noise {
   unsigned long long seed;
   int position;

@@ -1,15 +1,17 @@
-// Kernels for drafts that are made all at once, not level by level. They store the drafts that a
-// drafter proposes, that the grammar forces, or that it has chosen from the candidates of all
-// levels.
+// Kernels that store all drafts of a request at once, not level by level. The drafts are ids that a
+// drafter proposes, tokens that the grammar forces, or ids that the grammar has chosen among the
+// candidates of all levels.
 #include "row.cuh"
 #include "slot.cuh"
 
-// Makes proposed ids the drafts of a slot. One block per batch row. Its threads load the proposal,
-// because a load from host memory takes about a microsecond on a GPU; then one thread adds the
-// drafts.
+// Stores proposed ids as the drafts of a slot. One block per batch row. All threads of the block
+// load the proposal in parallel, because a load from host memory takes about a microsecond on a
+// GPU; then one thread appends the drafts. If `proposal` is null, the proposal is the grammar's
+// answer (Answer record of the slot).
 //
-// Proposals are not trusted: ids that cannot be drafts are skipped, with their descendants.
-// Siblings with equal ids become one draft.
+// Proposals are not trusted: an id that cannot be a draft (outside the vocabulary, after a stop id,
+// beyond the length limit, invalid parent) is skipped, and so are its descendants in the draft
+// tree. Siblings with equal ids become one draft.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     add_proposed_drafts(const int* row_slot, const int* proposal, const int* parents, int columns,
                         int max_drafts, int vocab_size, Slot* slots, const RoundRow* rows,
@@ -61,9 +63,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   __threadfence_system();
 }
 
-// Writes to `proposal`, for each batch row, the tokens that the grammar forces. Element j - 1 is
-// the forced token of mask row j - 1, or -1 if the grammar forces none. The mask rows must have
-// been filled by this replay's grammar step for the committed tokens. One block per batch row.
+// Writes to `proposal` [batch, max_drafts], for each batch row, the tokens that the grammar forces.
+// Element i is the token that the grammar forces at position n + i + 1, where n is the position of
+// the last committed token, or -1 if it forces none there. It is read from the stamp of mask row i,
+// which the grammar worker must have filled in this replay. One block per batch row.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     propose_forced(const int* row_slot, int max_drafts, const Slot* slots, const int* exchange,
                    const ExchangeLayout layout, int* proposal) {

@@ -35,17 +35,19 @@ typedef unsigned long long u64;
 constexpr int BLOCK = SAMPLE_BLOCK;
 constexpr int LANES = BLOCK < 32 ? BLOCK : 32;  // threads per 32-bit mask word
 constexpr int WARPS = BLOCK / LANES;
-// Blocks per multiprocessor for which the compiler limits the registers of the kernels that sample.
+// Minimum number of resident blocks per multiprocessor (__launch_bounds__) of the kernels that
+// sample. The compiler limits their registers accordingly.
 constexpr int RESIDENT = BLOCK <= 512 ? 2 : 1;
 static_assert(BLOCK == 1 || BLOCK % 32 == 0, "SAMPLE_BLOCK is 1 or a multiple of 32");
 
-// Number of spans. A span is a histogram bin: the columns whose logits are about equally far below
-// the best logit of the row.
+// SPANS is the number of histogram bins, which are called spans. A span contains the columns of a
+// row whose logits are about equally far below the row's best logit. COUNTS is the size of a
+// Histogram<SPANS> in 32-bit words.
 #define SPANS 1024
 #define COUNTS 3072
 
-// Global memory that the blocks of a row share while they process it. The kernels expect zeros, and
-// reset it to zeros.
+// Global memory through which the blocks that share a row exchange results. It must be zero before
+// the first step for the row (STEP_BEST of row_sample), and the last step resets it to zero.
 struct CrossBlockScratch {
   unsigned long long best;  // packed, see row_best
   unsigned long long sum;
@@ -346,9 +348,9 @@ __device__ __forceinline__ u64 rank_key(float logit, int column) {
   return (static_cast<u64>(key) << 24) | static_cast<u64>(0xffffffu - static_cast<u32>(column));
 }
 
-// Computes the weights of columns, and the bin of the histogram to which a column belongs (its
-// span, see SPANS). A column with a higher logit is in the same or an earlier span. Columns of
-// weight 0 are in no span.
+// Computes the weights of the columns of a row, exp((logit - best logit) / temperature), and the
+// span (histogram bin, see SPANS) to which a column belongs. A column with a higher logit is in the
+// same or an earlier span. Columns of weight 0 are in no span.
 struct Weights {
   const Row& row;
   const Filter& filter;
@@ -416,8 +418,8 @@ struct Cut {
   }
 };
 
-// Converts the logits of a slice, which row_best stored in Weights::work, to weights there. If
-// top-k or top-p applies, adds the weights to the histogram scratch.spans and returns 0; otherwise
+// Replaces the logits of a slice, which row_best has stored in `w.work`, by their weights. If top-k
+// or top-p applies, adds the weights to the histogram scratch.spans and returns 0; otherwise
 // returns their sum.
 __device__ __forceinline__ u64 row_weigh(const Weights& w, const Slice& own, Scratch& scratch) {
   const int begin = own.begin + static_cast<int>(threadIdx.x);
@@ -470,10 +472,11 @@ __device__ __forceinline__ int find_bin(const Histogram<N>& bins, int end, u64* 
   return scratch.token;
 }
 
-// Reduces a cut to the smallest set of best-ranked columns that reaches `need`. `need` is a number
-// of columns (top-k) or, with WEIGHTED, a sum of fixed-point weights (top-p). The histogram
-// scratch.spans, whose bins are called spans, shows in which span the boundary of the set lies.
-// Within this span, a radix select by rank finds the boundary, eight bits per pass.
+// Reduces `cut` (the set of kept columns) to the smallest set of best-ranked columns that reaches
+// `need`, which is a number of columns (top-k) or, with WEIGHTED, a sum of fixed-point weights
+// (top-p). The histogram scratch.spans, whose bins are called spans, shows in which span the
+// boundary of the set lies. Within this span, a radix select by rank finds the boundary, eight bits
+// per pass.
 template <bool WEIGHTED>
 __device__ __forceinline__ void narrow(Cut& cut, const Weights& w, u64 need, Scratch& scratch) {
   const int tid = static_cast<int>(threadIdx.x);

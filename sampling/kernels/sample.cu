@@ -41,10 +41,11 @@ __device__ inline int relaxed_token(const Slot& slot, int draft_len, int j, cons
 
 // Applies mask and filters to the rows of the target's logits, and samples a token for each row.
 //
-// Forward row r belongs to batch row b and to draft j of its request, see map_entry. The logits of
-// the row are the target's output for draft j (the last token for j = 0), whose position is Slot::n
-// plus its depth in the draft tree. The token after it is sampled under mask row j. If draft j + 1
-// is verified by rejection sampling (test_drafts), the row gets no token here.
+// Row r of the logits is the target's output for one input token: draft j of batch row b, or its
+// last committed token if j is 0 (see map_entry). The position of the input token is Slot::n plus
+// its depth in the draft tree. The kernel samples the token after it under mask row j (token
+// bitmask). If draft j + 1 is verified by rejection sampling (test_drafts), the row gets no token
+// here.
 //
 // `row_ok` receives the status ROW_* of row_sample. It is 0 for rows without a request (padding,
 // inactive slots, rows beyond the drafts) and rows whose mask row is not ready. The state of the
@@ -138,11 +139,12 @@ __device__ __forceinline__ DraftInput read_draft_input(const int* exchange,
 // stop ids, the length limit, and the drafter's legal logits. It never depends on the token that
 // would be sampled.
 //
-// In probe modes, the grammar has tested candidates in the order of their scores (candidates.cu),
-// in which the target will prefer them too. The draft is a point mass: the first legal candidate.
-// If no candidate was legal (Answer.id is -1), the grammar has filled mask row j - 1 instead, and
-// the draft is sampled under this row. Requests without a grammar are not probed; their drafts are
-// sampled from the drafter's distribution.
+// In probe modes (is_probe_mode), the grammar has tested candidate ids in the order of their scores
+// (candidates.cu), in which the target will prefer them too. The draft is the first legal
+// candidate, and verification treats it as a point mass. If no candidate was legal (Answer.id is
+// -1), the grammar has filled mask row j - 1 instead, and the draft is sampled under this row.
+// Requests without a grammar are not probed; their drafts are sampled from the drafter's
+// distribution.
 //
 // If drafts are masked and the grammar forces a token, this token is the draft, even if the
 // drafter's vocabulary does not contain it.

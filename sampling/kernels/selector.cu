@@ -24,8 +24,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 // a constant to these logits, so that all of them are greater than those of the other ids. The
 // other ids are drafted only if the grammar rejects all ids in `best`.
 //
-// One block per row of logits. `nodes` consecutive rows share `best` [k], `successor` [k, rank] and
-// `hidden` [rank].
+// One block per row of logits. `nodes` consecutive rows, which belong to the nodes of one tree
+// level of a request, share `best` [k], `successor` [k, rank] and `hidden` [rank].
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     selector_score(float* logits, int vocab, int nodes, int k, int rank, const int* best,
                    const float* successor, const float* hidden, const float* predecessor) {

@@ -1,6 +1,6 @@
-// State of each request slot that stays on the device between replays (Slot), and access to the
-// records that the device exchanges with the host. The kernels of sampling, rounds and drafters
-// include this file.
+// The state of a running request that stays on the device between replays (struct Slot), and
+// functions that access the records that device and host exchange (native/records/exchange.h). The
+// kernels of sampling, rounds and drafters include this file.
 #pragma once
 
 #include "graft.cuh"

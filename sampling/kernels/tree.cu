@@ -26,26 +26,27 @@ __device__ __forceinline__ int first_child(const TreeSize& tree, int level) {
   return level == 1 ? 0 : tree.branch + (level - 2) * tree.branch * tree.branch;
 }
 
-// While a tree grows, the nodes that are fed to the drafter form a temporary tree. Returns the row
-// in it of the f-th fed node of level - 1, whose children are nodes of `level`. Row 0 is the slot's
-// last token, the only parent of level 1.
+// Returns the row, in the temporary tree of fed nodes, of the f-th node of level - 1 that is fed to
+// the drafter. Its children are nodes of `level`. The only parent of level 1 is row 0, the slot's
+// last token.
 __device__ __forceinline__ int fed_row(const TreeSize& tree, int level, int f) {
   return level == 1 ? 0 : (level - 2) * tree.branch + f + 1;
 }
 
 // Returns whether the grammar tests the most likely children of each node (the candidates) before
-// they become drafts of the slot with the number `index`. Reads host memory, so only one thread
-// should call this function.
+// they become drafts of slot number `index`. Reads host memory, so only one thread should call this
+// function.
 __device__ __forceinline__ bool is_probed(const int* exchange, const ExchangeLayout& layout,
                                           int index, const Slot& slot) {
   return layout.mode == DRAFT_MODE_TREE_PROBE &&
          !is_unconstrained(read_stamp(exchange, layout, index, 0), slot.epoch);
 }
 
-// Finds the ids with the greatest weights after each parent of a level, and the logarithms of their
-// shares of the total weight. For greedy requests, the weight of an id is its probability p. For
-// sampled requests, it is p / E, where E is the exponential variate that the target will use for
-// the same id and position (row.cuh). One value of blockIdx.x per row of logits.
+// Finds, for each parent of the nodes of a level, the ids with the greatest weights as next token,
+// and the logarithms of their shares of the total weight. For greedy requests, the weight of an id
+// is its probability p. For sampled requests, it is p / E, where E is the exponential variate that
+// the target will use for the same id and position (row.cuh). One value of blockIdx.x per row of
+// logits.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     tree_candidates(float* logits, int draft_vocab, int token_limit, const int* d2t, const int* t2d,
                     const int* row_slot, int level, const TreeSize tree, const int* tables,

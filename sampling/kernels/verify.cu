@@ -1,9 +1,10 @@
 // Verification of drafts: accept a path of the draft tree and commit its tokens to the slot.
 //
-// Every row of a draft tree whose mask row is ready has a target token. Starting at row 0,
-// verify_drafts moves from a row to its child whose draft equals the row's token. It stops at the
-// first row without such a child; the token of this row is the bonus token. This is exact on any
-// tree. For a tree that was built without randomness, no other exact rule accepts more drafts.
+// Every row of a draft tree whose mask row (token bitmask) is ready has a target token, the token
+// that the target samples after this row. Starting at row 0, verify_drafts moves from a row to its
+// child whose draft equals the row's token. It stops at the first row without such a child; the
+// token of this row is the bonus token. This is exact on any tree. For a tree that was built
+// without randomness, no other exact rule accepts more drafts.
 //
 // A chain of drafts that were sampled from a stored distribution q is verified differently, by
 // rejection sampling (test_drafts). Each draft is tested with a random number. If a draft is
@@ -177,7 +178,8 @@ __device__ __forceinline__ void update_accept_prob(Slot& slot, int max_drafts, i
   }
 }
 
-// Commits the accepted tokens of every batch row, and writes its RoundRow and its Committed record.
+// Commits the accepted tokens of every batch row, and writes its RoundRow (result for the host) and
+// its Committed record (input of the grammar worker).
 //
 // blockIdx.x is the batch row; gridDim.y blocks share it. Thread 0 of the last block to finish
 // follows the accepted path and writes the results. The fence at the end makes them visible to the

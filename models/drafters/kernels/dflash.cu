@@ -3,12 +3,12 @@
 // contiguous.
 #include "sampling/kernels/slot.cuh"
 
-// Row i * batch + b is row i of the block of batch row b, at position n + i, where n is the
-// position of the request's last committed token. Row 0 of a block has this token, and the other
-// rows have the token `mask`. As in the published code, the forward pass processes whole blocks,
-// also at positions after the request's limit. Rows at positions for which the slot cannot have
-// pages (`Slot.capacity`) are padding. Row r attends to positions 0..last[r], where last[r] is the
-// last position of its block that is not padding.
+// Row i * batch + b of the forward pass is row i of the block of batch row b (one request of the
+// batch), at position n + i, where n is the position of the request's last committed token. Row 0
+// of a block has this token, and the other rows have the token `mask`. As in the published code,
+// the forward pass processes whole blocks, also at positions after the request's limit. Rows at
+// positions for which the slot cannot have pages (`Slot.capacity`) are padding. Row r attends to
+// positions 0..last[r], where last[r] is the last position of its block that is not padding.
 extern "C" __global__ void block_rows(const int* row_slot, const Slot* slots, const RoundRow* rows,
                                       int row_words, int batch, int width, int mask, int* token,
                                       int* slot, int* pos, int* last) {

@@ -2,11 +2,11 @@
 // slot -1 and position -1.
 #include "sampling/kernels/slot.cuh"
 
-// Writes input rows for the drafter: the tokens that verification has committed. Row i of a batch
-// row has committed token i, at position old_n + shift + i, where old_n is the position of the
-// request's last token before the commit. With shift 1, this is the token's own position in the
-// sequence, with shift 0 that of the token before it. `last[b]` receives the row of the last
-// committed token of batch row b.
+// Writes the tokens that verification has committed as input rows for the drafter. Row i of a
+// request gets its committed token i (from 0), at position old_n + shift + i, where old_n is the
+// position of the request's last token before the commit. With shift 1, this is the token's own
+// position in the sequence; with shift 0, it is the position of the preceding token. `last[b]`
+// receives the row of the last committed token of batch row b.
 extern "C" __global__ void committed_rows(const int* row_slot, const Slot* slots,
                                           const RoundRow* rows, int row_words, const int* map,
                                           int count, int shift, int* token, int* slot, int* pos,
@@ -42,11 +42,11 @@ extern "C" __global__ void draft_rows(const int* row_slot, const Slot* slots, co
   }
 }
 
-// Writes the tree nodes of depth `level` - 1 as input rows, from which the drafter computes the
-// logits of level `level`, at least 2. Row b * branch + f is the f-th of these nodes of batch row
-// b. Its position is n + level - 1 in the sequence, where n is the position of the last committed
-// token (`Slot.n`); the drafter's position is n + shift + level - 2, the same with shift 1.
-// `origin` receives, for each row, the row of the node's parent in the previous level.
+// Writes the draft-tree nodes of depth `level` - 1 as input rows, from which the drafter computes
+// the logits for depth `level`, which is at least 2. Row b * branch + f is the f-th of these nodes
+// of batch row b. `pos` receives n + shift + level - 2, where n is the position of the last
+// committed token (`Slot.n`); with shift 1, this is the node's position in the sequence. `origin`
+// receives, for each row, the input row of the node's parent in the call for the previous level.
 extern "C" __global__ void node_rows(const int* row_slot, const Slot* slots, const RoundRow* rows,
                                      int row_words, int batch, int branch, int level, int shift,
                                      int* token, int* slot, int* pos, unsigned long long* ancestors,

@@ -9,10 +9,10 @@
 #define VOTE_ALL 1   // every suffix of `shortest` or more tokens votes at each of its occurrences
 #define VOTE_LONGEST 2  // all occurrences of the longest matching suffix vote
 
-// Stores the tokens of all rows in the histories of their slots. A token at position 0 starts a new
-// request, so the slot's old history is cleared. If `kept_count` is not 0, the old history is first
-// copied to the kept histories of finished requests, where it replaces the oldest one. The launch
-// has one block.
+// Stores the token of each input row in the history of the row's slot, at the row's position. A
+// token at position 0 starts a new request, so the slot's old history is cleared. If `kept_count`
+// is not 0, the old history is first copied to the kept histories of finished requests, where it
+// replaces the oldest one. The launch has one block.
 extern "C" __global__ void record_tokens(const int* token, const int* slot, const int* pos,
                                          int rows, int* histories, int length, int slot_count,
                                          int kept_count, int* next_kept) {
@@ -39,9 +39,9 @@ extern "C" __global__ void record_tokens(const int* token, const int* slot, cons
   }
 }
 
-// Search for one batch row. The suffix is the last tokens of the request. An occurrence (s, p)
-// means that the suffix, or the end of the suffix, matches the tokens of history s up to and
-// including token p.
+// The search for one request. The suffix is the sequence of the request's last tokens. An
+// occurrence (s, p) means that the suffix, or the end of the suffix, matches the tokens of history
+// s up to and including token p.
 struct Lookup {
   const int* histories;
   int count;
@@ -71,9 +71,9 @@ struct Lookup {
     return at < length ? histories[static_cast<long long>(s) * length + at] : -1;
   }
 
-  // Calls visit(s, p, number of matching tokens) for every occurrence (s, p) with at least
-  // `shortest` matching tokens that is followed by the first `j` drafts and one more token. The
-  // occurrences are divided among the threads of the block.
+  // Calls visit(s, p, number of matching tokens, at most `longest`) for every occurrence (s, p)
+  // with at least `shortest` matching tokens that is followed by the first `j` drafts and one more
+  // token. The occurrences are divided among the threads of the block.
   template <class Visit>
   __device__ void for_each_occurrence(int longest, int shortest, int j, Visit visit) const {
     for (int s = 0; s < count; ++s) {

@@ -3,8 +3,9 @@
 
 #define FAILED -2  // the host writes this value as the first draft if the drafter function failed
 
-// Writes slot, epoch, position and token of every row to host memory. Padding rows have slot -1.
-// The epoch distinguishes the requests that use a slot one after another.
+// Writes slot, epoch, position and token of every input row of the drafter to host memory. Padding
+// rows have slot -1. The epoch of a slot distinguishes the requests that use the slot one after
+// another.
 extern "C" __global__ void copy_rows_to_host(const int* token, const int* slot, const int* pos,
                                              int rows, const Slot* slots, int* host_rows) {
   for (int r = threadIdx.x; r < rows; r += blockDim.x) {

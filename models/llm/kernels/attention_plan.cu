@@ -1,15 +1,18 @@
-// Divides the work of attention_split (attention_plan.cuh). All layers of a forward pass use the
-// same plan. It depends on the positions of the rows: the work for a request with a long context is
-// divided among several blocks, while many requests with short contexts share a block.
+// Divides the work of the kernel attention_split among its blocks (attention_plan.cuh). All layers
+// of a forward pass use the same division, the plan. The plan depends on the positions of the rows:
+// several blocks share the work for a request with a long context, while one block does the work
+// for many requests with short contexts.
 #include "attention_plan.cuh"
 
-#define LOADS 8  // rows that a lane loads at once
+#define LOADS 8  // forward rows whose slot and position a lane loads at once
 
-// Returns the number of splits of a tile whose rows attend to positions 0..last. Padding counts as
-// one split, because a block has to write its zeros.
+// Returns the number of splits (groups of SPLIT positions) of a tile (rows of one slot) whose rows
+// attend to positions 0..last. A tile of padding rows (last < 0) counts as one split, because a
+// block has to write zeros for it.
 __device__ __forceinline__ int splits_at(int last) { return last < 0 ? 1 : last / SPLIT + 1; }
 
-// Returns the number of splits of a part of a tile.
+// Returns how many of the `tile_splits` splits (groups of SPLIT positions) of a tile belong to a
+// part: the splits part, part + PARTS, ...
 __device__ __forceinline__ int part_splits(int tile_splits, int part) {
   return tile_splits / PARTS + (part < tile_splits % PARTS ? 1 : 0);
 }
@@ -24,9 +27,10 @@ __device__ __forceinline__ int inclusive_sum(int x) {
   return x;
 }
 
-// Writes a plan: the tiles, and where the work of each block begins; begin[blocks] is the end of
-// the last block's work. A tile has at most `tile_rows` rows. Padding rows belong to tiles that
-// attend to no position. The launch has one warp, and dynamic shared memory of 8 bytes per row.
+// Writes a plan: the tiles (consecutive rows of one slot, at most `tile_rows`), and where the work
+// of each block begins. begin[blocks] is the end of the last block's work. Padding rows belong to
+// tiles that attend to no position. The launch has one warp, and dynamic shared memory of 8 bytes
+// per row.
 extern "C" __global__ void attention_plan(const int* slot, const int* pos, int rows, int slots,
                                           int max_pages, int page_shift, int tile_rows, int blocks,
                                           PlanTile* tiles, PlanBegin* begin) {
@@ -38,9 +42,9 @@ extern "C" __global__ void attention_plan(const int* slot, const int* pos, int r
   const unsigned int up_to_lane = 0xffffffffu >> (31 - lane);
   const Pages pages = {nullptr, slots, max_pages, page_shift, 0, 0};
 
-  // Find the tiles: lane i handles row base + i. A run is a sequence of rows of one slot. The rows
-  // of several iterations are loaded at once, because the latency of a load is longer than the rest
-  // of an iteration.
+  // Find the tiles. A run is a sequence of consecutive rows of one slot, which is cut into tiles.
+  // In each step, lane i handles row base + i. Slots and positions for LOADS steps are loaded at
+  // once, because the latency of a load is longer than the rest of a step.
   int tile_count = 0, run_begin = 0, run_slot = -2;
   for (int chunk = 0; chunk < rows; chunk += 32 * LOADS) {
     int own_slot[LOADS], own_pos[LOADS];
@@ -106,7 +110,7 @@ extern "C" __global__ void attention_plan(const int* slot, const int* pos, int r
     int at = end - splits, own = first_block, used = 1;
     for (int part = 0; part < parts; ++part) {
       const int here = part_splits(splits, part);
-      // A division takes long, so only the first part of a tile needs one.
+      // This loop finds the block of the part without a division, which takes long.
       while (middle_of(at, here) >= 2ll * total * (own + 1)) ++own;
       if (part > 0 && own != block) ++used;
       for (; block < own; ++block) begin[block + 1] = {i, part};

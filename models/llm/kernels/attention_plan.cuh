@@ -1,12 +1,12 @@
-// Division of the work of attention_split among blocks: tiles of rows, parts of a tile's positions,
-// and the tiles and parts that each block computes.
+// The plan of attention_split, which divides its work among blocks: tiles (groups of rows), parts
+// of the positions of a tile, and the tiles and parts that each block computes.
 #pragma once
 #include "model.cuh"
 
 #define SPLIT 64
 #define PARTS 32
 
-// Consecutive rows of one slot.
+// A tile: consecutive forward rows of one slot.
 struct PlanTile {
   int first_row;
   int rows;
@@ -21,7 +21,7 @@ struct PlanBegin {
   int part;
 };
 
-// Returns the number of parts into which the positions of a row at `pos` are divided.
+// Returns the number of parts into which positions 0..pos, to which a row attends, are divided.
 __device__ __forceinline__ int parts_at(int pos) {
   return pos / SPLIT + 1 < PARTS ? pos / SPLIT + 1 : PARTS;
 }

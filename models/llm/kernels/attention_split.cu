@@ -1,9 +1,10 @@
-// Causal attention over the KV cache on tensor cores. The positions of a row are divided among
-// several blocks, as in Flash-Decoding. A row attends to positions 0..pos of its slot. A row of a
-// draft tree attends to the committed positions and to the drafts on its path. A tile has
-// QUERY_TILES query tiles, each of up to 16 queries of one KV head, and adjacent rows of one slot.
-// A warp loads keys and values once for all queries of a tile. The plan (attention_plan.cu) says
-// which tiles and parts a block computes.
+// Causal attention over the KV cache on tensor cores. A row attends to positions 0..pos of its
+// slot. A row of a draft tree attends to the committed positions and to the drafts on its path.
+// Several blocks may share the positions of a row, as in Flash-Decoding.
+//
+// A tile is a group of adjacent rows of one slot. For one KV head, it has QUERY_TILES query tiles
+// of up to 16 queries each. A warp loads keys and values once for all queries of a tile. The plan
+// (attention_plan.cu) says which tiles, and which parts of their positions, a block computes.
 //
 // Reduction order: positions are divided, from 0 on, into splits of SPLIT positions and steps of 16
 // positions. Split s belongs to part s % PARTS. Within a part, warp w computes the steps whose
@@ -11,8 +12,9 @@
 // in order of the warps, and the parts in order of the parts (FoldFactors). The order depends only
 // on the position of the row, not on the plan, so the kernel is row invariant.
 //
-// If one block computes all parts of a tile, it adds them on the chip. Otherwise the blocks write
-// them to a workspace, and the last block that finishes adds them.
+// If one block computes all parts of a tile, it adds their results in shared memory and registers.
+// Otherwise the blocks write the result of each part to a workspace, and the last block to finish
+// adds the results.
 //
 // If all rows attend to all 16 positions of a step, the step is computed for all rows at once.
 // Otherwise it is computed row by row, with zeros in place of the values of later positions. Values
@@ -43,11 +45,12 @@
 #define CHUNKS (WIDE_HEAD / 32)
 #define HALVES (WIDE_HEAD / 64)
 #define QUERIES (16 * QUERY_TILES)
-// Sums of a query tile in one lane: HALVES * 8 groups of four, and the maxima and masses of queries
-// g and g + 8.
+// Number of Floats4 in which a lane accumulates the results of a query tile: HALVES * 8 for
+// weighted sums of values, and one for the maximum scores and the masses (sums of softmax weights)
+// of queries g and g + 8.
 #define SUMS (HALVES * 8 + 1)
-// Workspace entries of a part: the weighted sums, the maximum score, the mass (the sum of the
-// softmax weights) and padding.
+// Number of floats in the workspace for one query and one part of its positions: the weighted sums
+// of values, the maximum score, the mass (sum of the softmax weights) and padding.
 #define PART_WIDTH (WIDE_HEAD + 4)
 #define LOWEST -3.0e38f
 
@@ -343,8 +346,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, QUERY_TILES == 1 ? 2 : 
         const int row = only, here = first;
         const int seen = tile[max(row, 0)].pos - first;  // last visible of the 16 positions
         more = next_step();
-        // A step of a chain for another row uses the keys and values that are loaded, unless the
-        // row attends to later positions.
+        // If the next step is for the same positions, another row and a chain, the keys and values
+        // are already loaded, unless that row attends to later positions than this one.
         loads = more && (first != here || !all.is_chain || tile[only].pos > tile[row].pos);
         if (loads) at = locate(pages, tile[max(only, 0)], first);
         if (row >= 0) {
@@ -515,8 +518,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, QUERY_TILES == 1 ? 2 : 
       continue;
     }
 
-    // The last block to arrive combines the parts in order. Lane p computes the factors of part p,
-    // for which it needs the maximum over the parts before p.
+    // The last block to arrive adds the results of the parts in order. Lane p computes the factors
+    // of part p (FoldFactors), for which it needs the maximum score over the parts before p.
     const bool combines = is_last_block(arrived + number, span.blocks, &is_last);
     if (!combines) continue;
 #if QUERY_TILES == 1

@@ -79,7 +79,8 @@ __device__ __forceinline__ void load_tile(Tile& tile, const Query& query, const 
   }
 }
 
-// Returns whether `query` attends to all positions of the loaded tile.
+// Returns whether `query` attends to all TILE positions from `first` on, and the keys and values in
+// `tile` are those of its slot.
 __device__ __forceinline__ bool covers_tile(const Tile& tile, const Query& query, int first) {
   const int end = first + TILE;
   return tile.slot == query.slot && query.last >= end - 1 && in_order(query, end);

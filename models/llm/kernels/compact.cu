@@ -12,8 +12,8 @@
 #include "model.cuh"
 #include "sampling/kernels/slot.cuh"
 
-// Grid: (batch rows, layers). `layer` is the distance between two layers of the cache, and `item`
-// the size of a position, kv_heads * head_dim; both are in elements.
+// Grid: (batch rows, layers). `layer` is the distance between the keys of two layers, and `item` is
+// the size of one position, kv_heads * head_dim. Both are numbers of elements.
 extern "C" __global__ void compact_cache(CACHE* keys, CACHE* values, long long layer,
                                          const int* row_slot, const RoundRow* rows, int row_words,
                                          const int* page_table, int slots, int max_pages,
@@ -38,9 +38,10 @@ extern "C" __global__ void compact_cache(CACHE* keys, CACHE* values, long long l
   }
 }
 
-// Moves rows of `array` [rows, columns], which has one row per forward row, as compact_cache moves
-// cache entries: row from[i] of a tree, entry i of the accepted path, is copied to row i of the
-// tree. The tree of batch row b begins at row first_row[b] of the array. Grid: (batch rows).
+// Moves rows of `array` [rows, columns], which has one row per forward row (input token of the
+// target), like compact_cache moves cache entries. Entry i of the accepted path is row from[i] of a
+// tree; it is copied to row i of the tree. The tree of batch row b begins at row first_row[b] of
+// the array. Grid: (batch rows).
 extern "C" __global__ void compact_rows(float* array, const int* first_row, int columns,
                                         const int* row_slot, const RoundRow* rows, int row_words) {
   const int b = static_cast<int>(blockIdx.x);

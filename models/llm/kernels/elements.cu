@@ -85,14 +85,16 @@ extern "C" __global__ void scale_rows(float* x, int rows, int width, float facto
   }
 }
 
-// Computes a causal convolution over the rows of a request's block of drafts. These rows are
-// `row_stride` rows apart. For column c in group g of adjacent columns and o = 0 .. size - 1:
+// Computes a causal convolution of length `size` over the levels of a request's block of drafts.
+// The rows of two successive levels are `row_stride` rows apart. The columns are divided into
+// `groups` groups of adjacent columns. For column c, which is in group g:
 //
 //   out[r][c] = residual[r][c] + sum over o of
 //               (base[which][o][c] + dynamic[r][which][o][g]) * x[r - o * row_stride][c]
 //
-// `base` is [2, size, width], and `dynamic` is [rows, 2, size, groups]. `which` is 0 or 1.
-// `residual` may be null.
+// where o is 0 .. size - 1. `base` [2, size, width] and `dynamic` [rows, 2, size, groups] contain
+// the coefficients of two convolutions, of which `which` (0 or 1) selects one. A null `residual`
+// adds nothing.
 extern "C" __global__ void convolve_rows(const float* x, const float* base, const float* dynamic,
                                          const float* residual, float* out, int rows, int width,
                                          int size, int groups, int which, int row_stride) {

@@ -59,8 +59,8 @@ __device__ __noinline__ void pad(const T* from, int count, float* padded) {
   for (int i = 0; i < LANES; ++i) padded[i] = i < count ? to_float(from[i]) : 0.0f;
 }
 
-// Forces a value that is used several times into a register. Without this function, compilers
-// reload the value from memory.
+// Returns x in a register. Without this function, compilers reload a value from memory each time it
+// is used.
 __device__ __forceinline__ Lanes in_register(Lanes x) {
 #ifdef __AVX__
   asm("" : "+v"(x));

@@ -63,8 +63,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   };
   float sum[TILES][TILES][4] = {};
   Weights weights[DEPTH][STEPS][TILES][2];
-  // Loads this lane's weights of rows g and g + 8 of the mma tiles, for the inner indices of a
-  // stage.
+  // Loads this lane's weights for one pipeline stage, whose first inner index is `from`: rows g and
+  // g + 8 of each mma tile.
   const auto load_stage = [&](int from, Weights(*to)[TILES][2]) {
 #pragma unroll
     for (int j = 0; j < STEPS; ++j) {
@@ -77,8 +77,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   };
 #pragma unroll
   for (int s = 0; s < DEPTH - 1; ++s) {
-    // A branch would let the compiler move the loads after the wait. If there is no stage left, the
-    // last inner indices are therefore loaded, and the values are not used.
+    // These loads must be issued before wait_for_previous_kernel(). A branch would let the compiler
+    // move them after it. A warp that has fewer stages therefore loads the last inner indices and
+    // does not use the values.
     load_stage(min(inner_of(s), inner - STAGE), weights[s]);
   }
   wait_for_previous_kernel();

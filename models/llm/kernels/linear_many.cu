@@ -11,8 +11,9 @@
 
 #define OUTPUTS 128
 // Tiles of 256 rows halve the traffic of the weights through the L2 cache. A thread accumulates 128
-// sums of such a tile in registers. There are no registers left for the totals over the finished
-// partial sums (parts), so these totals are in shared memory. Inputs must be 16-bit floats.
+// sums of such a tile in registers, one part (linear_mma.cuh) of each dot product at a time. No
+// registers are left for the totals over the completed parts, so these totals are in shared memory.
+// Inputs must be 16-bit floats.
 #define TALL (ROW_BLOCK == 256)
 #if TALL && !X16
 #error "ROW_BLOCK 256 requires inputs of 16 bits"
@@ -42,10 +43,10 @@
 // are loaded to shared memory before the main loop. Tall tiles (TALL) have no shared memory left
 // for them, because the totals over partial sums are stored there.
 #define SHARES_STATES (ROPE_HEAD_DIM && !TALL)
-// Whether an operation with unknown result stores each operand A to the four adjacent registers
-// from which mma instructions read it. Otherwise the compiler moves the operand there again before
-// most of the ROW_TILES instructions that use it. Weights of 8 bits are converted, which is such an
-// operation.
+// Whether each operand A is changed by an operation whose result the compiler does not know (`a[i]
+// |= zero`). This forces the compiler to keep the operand in the four adjacent registers from which
+// mma instructions read it. Otherwise the compiler copies the operand there again before most of
+// the ROW_TILES instructions that use it. The conversion of 8-bit weights has the same effect.
 #define KEEPS_OPERANDS (ROW_TILES > 2 && !WEIGHT8)
 #define SPLIT_PAIRS (TALL ? 8 : 4)  // pairs per batch with split K
 
@@ -104,12 +105,12 @@ struct StageIterator {
 // time and use the same weights, so the weights are read from memory only once. With SPLIT_X, a row
 // of x takes two rows of the mma operand B, so a block has half as many rows of x.
 //
-// With split K, several blocks compute one tile. Each computes some of the PARTS partial sums of an
-// output. The block with the first parts adds its own ones in order and writes the total to
-// `partials` [tiles, PARTS, ROW_BLOCK, 128]. The other blocks write each partial sum by itself, so
-// that the last block of a tile to arrive can add them to the total in order. `arrived`
-// [tiles] counts the blocks that have arrived; it must be zero and is left zero. linear_mma.cuh
-// documents the other arguments.
+// With split K, several blocks compute one tile. Each computes some of the PARTS partial sums of
+// every output of the tile. The block that computes the first partial sums adds its own ones in
+// order and writes the total to `partials` [tiles, PARTS, ROW_BLOCK, 128]. The other blocks write
+// each partial sum by itself, so that the last block of a tile to arrive can add them to the total
+// in order. `arrived` [tiles] counts the blocks that have arrived; it must be zero and is left
+// zero. linear_mma.cuh documents the other arguments.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESSOR)
     linear_many(const Weight* weight, const float* weight_scale, const float* bias, const Input* x,
                 const float* residual, OUT* out, float* copy, int rows, int columns, int inner,
@@ -138,9 +139,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   // of the stages.
   float* const exchanged = reinterpret_cast<float*>(TALL ? staged_x + STAGES * X_PACKS : staged);
 
-  // The weights and values of x that this thread copies to every stage: their rows, the offset of
-  // their inner index in the stage, and where the first of them is stored in the stage. A row after
-  // the last one reads the last row.
+  // What this thread copies to every pipeline stage. For the weights and for x: the offset of the
+  // inner index in the stage (_k), the index in the stage to which the first copy is stored (_to),
+  // and the rows to read (_row). A row after the last one reads the last row.
   const int thread = threadIdx.x;
   const int weight_k = thread % COPIES * COPIED, x_k = thread % PACKS * 8;
   const int weight_to = swizzle_weight(thread / COPIES, weight_k / 32, weight_k % 32 / 8);
@@ -261,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
     }
   };
 
-  // This is zero, but the compiler does not know that `inner` is not negative.
+  // This is zero, but the compiler does not know it, because `inner` could be negative.
   [[maybe_unused]] const unsigned int zero = static_cast<unsigned int>(inner) >> 31;
   copy_weights(0, current);
   wait_for_previous_kernel();

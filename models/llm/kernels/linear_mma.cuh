@@ -16,10 +16,11 @@
 // there are scales, each sum is multiplied by the scale of its row of W. With BIAS, the bias of the
 // column is then added.
 //
-// Folded norms: if `square_sums` is not null, x has been multiplied by a norm weight, and the
-// result is divided by the root mean square that the row had before this multiplication. If `norm`
-// is not null, the result times the norm weight is written for the next product, together with the
-// sums of the squares of the result.
+// Folded norms: an RMSNorm between two products is computed by the products themselves. If `norm`
+// (the norm weight) is not null, the first product writes its result times the norm weight as x of
+// the next product, and the sums of the squares of its result. The next product gets these sums as
+// `square_sums`, and divides its result by the root mean square of each row, which it computes from
+// them.
 //
 // Epilogues: with GATED the rows of W are interleaved, alternating between eight rows of the gate
 // projection and the same eight rows of the up projection; silu(gate) * up is stored. With
@@ -120,8 +121,9 @@ struct RowState {
   unsigned long long ancestors;
 };
 
-// Inputs of the epilogue for outputs `column` and `column` + 8 of a row. They are loaded before the
-// sums are complete, so that their latency overlaps that of other loads. Unused inputs are 0.
+// What the epilogue (the code that stores results) needs for outputs `column` and `column` + 8 of a
+// row. These inputs are loaded before the sums are complete, so that the latencies of all loads
+// overlap. Unused inputs are 0.
 struct EpilogueInputs {
   float residual[2];
   float norm[2];
@@ -211,8 +213,8 @@ __device__ __forceinline__ void store_rotated(const Output& y, const EpilogueInp
 }
 #endif
 
-// Loads the position of a row, its slot and its ancestors. For a row after the last row of the
-// output, position and slot are -1.
+// Loads the position of a row, its slot and its ancestors in the draft tree (Path::drafts). For a
+// row after the last row of the output, position and slot are -1.
 __device__ __forceinline__ RowState load_row_state(const Output& y, const RopeStore& to, int row) {
   if (!ROPE_HEAD_DIM || row >= y.rows) return {-1, -1, 0};
   return {to.pos[row], to.slot[row], to.ancestors != nullptr ? to.ancestors[row] : 0};

@@ -84,8 +84,8 @@ struct Output {
   int copy_stride;
 };
 
-// Computes ROWS x COLUMNS outputs. Rows after `last` and columns after the end use the values of
-// the last row or column and are not stored.
+// Computes ROWS x COLUMNS outputs. For rows after `last` and columns after the end, the function
+// loads the last row or column, and it does not store the results.
 template <int ROWS>
 __device__ __forceinline__ void rows_by_columns(const WEIGHT* weight, const float* x, int inner,
                                                 const Output& y, int row, int last, int column) {

@@ -11,9 +11,9 @@
 #include "conditional.cuh"
 #include "sampling/kernels/slot.cuh"
 
-// The running loop, in device memory. A round reads its slots from an entry of an input ring. The
-// stamp of the entry is the number of the replay for which the entry is valid. For the rounds of a
-// loop, the ring has one entry, and its stamp is `next`.
+// State of the running loop, in device memory. A round reads the slots of its batch rows from an
+// entry of an input ring, if the stamp of the entry equals the number of the replay. The rounds of
+// a loop have a ring with one entry, whose stamp is the field `next`.
 struct Loop {
   int first;       // first replay of the loop
   int next;        // replay that the body runs next, if the host has published its entry

@@ -73,8 +73,8 @@ extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ri
       const int s = b < batch ? row_slot[b] : -1;
       return s < 0 || j > slots[s].draft_len ? 0 : priority(slots[s], b, j);
     };
-    // The search below has a step for each bit, so a thread keeps its first priorities in
-    // registers.
+    // The search below compares every priority once per bit. Each thread therefore keeps its first
+    // HELD priorities in registers.
     unsigned long long held[HELD];
 #pragma unroll
     for (int k = 0; k < HELD; ++k) held[k] = priority_of(tid + k * step);

@@ -3,7 +3,8 @@
 
 #include "graft.cuh"
 
-// Writes the device clock to column `part` of the timeline entry of a replay.
+// Writes the device time in nanoseconds to column `part` of the timeline entry of a replay. Column
+// 0 is the beginning of the round, column i the end of its i-th part.
 __device__ __forceinline__ void stamp(long long* timeline, int stride, int entries, int replay,
                                       int part) {
   const int entry = static_cast<int>(static_cast<unsigned int>(replay) % entries);
