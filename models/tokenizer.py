@@ -259,7 +259,8 @@ class Tokenizer:
     def _content(self, name: str) -> str | None:
         """Return the text of the special token `name` of tokenizer_config.json; None if absent.
 
-        In the file, a special token is a string or an object with a string in the field "content".
+        The file contains the token as a string, or as an object with a string in the field
+        "content".
         """
         value = self._config.get(name)
         if isinstance(value, dict):

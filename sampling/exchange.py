@@ -131,10 +131,7 @@ class Exchange:
 
 
 def _record_words(mode: DraftMode) -> dict[str, int]:
-    """Return the size of each record of a slot, in 32-bit words.
-
-    The size includes the ids that follow the record's struct.
-    """
+    """Return the size of each record of a slot in 32-bit words, with the ids after its struct."""
     rows = mode.drafts + 1
     return {
         "stamps": rows * _struct_words("RowStamp"),

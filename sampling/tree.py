@@ -177,8 +177,8 @@ class TreeSampler:
     def _allocate(self, num_children: int, candidates: int) -> None:
         """Allocate the arrays of the kernels.
 
-        `num_children` is the number of children per batch row, over all levels. `candidates` is the
-        maximum number of candidates per node.
+        `num_children` is the number of children per request over all levels of the draft tree, and
+        `candidates` the maximum number of candidate ids per node.
         """
         device = self._arrays.device
         batch = self._arrays.max_batch

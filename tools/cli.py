@@ -122,10 +122,10 @@ def _run(arguments: Sequence[str] | None, has_stdout: bool) -> int:
 
 
 def _is_first_rank(options: argparse.Namespace) -> bool:
-    """Join the group of tensor parallel ranks, and return whether this process has rank 0.
+    """Join the group of tensor-parallel ranks; return whether this process is rank 0.
 
-    On any other rank, this function computes that rank's part of the model until the run of rank 0
-    ends, and then returns False.
+    In any other rank, return only when rank 0 has finished; until then, compute this rank's part of
+    the model.
     """
     from graft.cudagraph.ranks.ranks import RankGroup
     from graft.models.llm.worker_rank import run_worker

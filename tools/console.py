@@ -27,8 +27,8 @@ def print_refusal(error: Exception) -> int:
 class _Stream:
     """Wraps a standard stream and handles errors of writes to it.
 
-    After the first error, the stream is redirected to /dev/null. If the stream is `required`, the
-    error is also raised, with the `name` of the stream as its `filename`.
+    After the first error, the wrapper redirects the stream to /dev/null. If the stream is
+    `required`, it also raises the error, with the `name` of the stream as `filename`.
     """
 
     def __init__(self, stream: Any, name: str, required: bool):

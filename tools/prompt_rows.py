@@ -174,9 +174,9 @@ def _check_grammar_options(
 
 
 def _check_id(row_id: object, lines: Mapping[str, int]) -> None:
-    """Check that the id of a row is either None or a string that no earlier row has as its id.
+    """Raise an error unless a row's id is None or a string that no earlier row has as its id.
 
-    `lines` contains the line number of each earlier row, by id.
+    `lines` maps the id of each earlier row to its line number.
     """
     if row_id is None:
         return
@@ -221,9 +221,9 @@ def _read_rows(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def _request_fields(row: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request fields of a row. Missing fields get their values from the command line.
+    """Return the request fields of a row of the prompt file.
 
-    `defaults` has the values of the command line.
+    Fields that the row lacks get the values of the command line, `defaults`.
     """
     fields = dict(defaults)
     fields |= {name: row[name] for name in REQUEST_FIELDS if name in row}
@@ -238,10 +238,10 @@ def _request_fields(row: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 
 
 def _grammar_fields(row: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the grammar fields of a row.
+    """Return the grammar and grammar options of a row of the prompt file.
 
-    If the row has no grammar, it uses the grammar of the command line. If the row has a grammar, it
-    uses only those grammar options of the command line that apply to this kind of grammar.
+    A row without a grammar uses the grammar of the command line, `defaults`. A row with a grammar
+    uses only those grammar options of the command line that apply to its kind of grammar.
     """
     row_fields = {key: row[key] for key in grammars.GRAMMAR_KEYS if row.get(key) is not None}
     if any(key in row_fields for key in grammars.GRAMMARS):

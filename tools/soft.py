@@ -119,11 +119,12 @@ def _compiles_with_nvrtc() -> bool:
 
 
 def _compiler_wrappers(folder: Path, nvrtc: Path) -> list[str]:
-    """Return the libraries in `folder` that take the place of NVRTC and nvJitLink, if they exist.
+    """Return the libraries in `folder` that replace NVRTC and nvJitLink, if they exist.
 
     The first one has the file name of `nvrtc` and returns PTX in place of cubins. The second one
     hides nvJitLink, so that cuda.core and numba-cuda link PTX with the driver. NVRTC's own library
-    of built-in functions is added too: some versions of NVRTC find it only if it is loaded already.
+    of built-in functions is added, because some versions of NVRTC find it only if it is loaded
+    already.
     """
     major = nvrtc.name.rpartition(".")[2]
     names = (nvrtc.name, f"libnvJitLink.so.{major}")
@@ -208,8 +209,8 @@ def run(options: argparse.Namespace) -> int:
 def _run_child(command: Sequence[str], options: argparse.Namespace) -> int:
     """Run the program in a child process and return its exit status.
 
-    If the soft device reports a fault and ``--error-exitcode`` is given, return the value of this
-    option instead. With ``--count``, write the counts of kernel launches to the file.
+    If the soft device reports a fault, return the value of the option ``--error-exitcode`` if it is
+    given. With ``--count``, write the counts of kernel launches to the file that the option names.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(options.report or f"{folder}/faults.json")

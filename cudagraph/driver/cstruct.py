@@ -62,9 +62,10 @@ def read_struct(path: Path, name: str) -> np.dtype:
 
 
 def _read_field(text: str, numbers: Mapping[str, int]) -> tuple[object, ...] | None:
-    """Parse a field declaration to (name, type) or (name, type, shape); None if unsupported.
+    """Parse the C declaration of a struct field to a NumPy field; None if it is not supported.
 
-    `numbers` gives the values of the macros that are array lengths.
+    The NumPy field is (name, type) or (name, type, shape). `numbers` maps macro names that may be
+    array lengths to their values.
     """
     match = _FIELD.match(text)
     if match is None or match[1] not in _TYPES:

@@ -144,7 +144,7 @@ def _add_conditional(
 
 
 def _accepts_programmatic_bodies(context: Context) -> bool:
-    """Return whether the driver accepts programmatic edges in the bodies of conditionals.
+    """Return whether the driver accepts programmatic edges in the bodies of IF and WHILE nodes.
 
     CUDA's documentation does not say whether it does. The first call therefore instantiates a graph
     with such an edge.

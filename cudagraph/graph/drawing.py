@@ -134,9 +134,9 @@ class _Rectangle(NamedTuple):
 
 
 class _Layout:
-    """Positions of the nodes of a graph or body: lanes are columns, and each node has a row.
+    """Positions of the boxes of a graph's or body's nodes: one column per lane, one row per node.
 
-    `width` and `height` are those of the boxes, without lane names.
+    `width` and `height` are the size of all boxes together, without the names of the lanes.
     """
 
     def __init__(self, contents: Contents) -> None:

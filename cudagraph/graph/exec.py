@@ -93,8 +93,8 @@ class GraphExec:
     def _use_definition(self, graph: Definition) -> None:
         """Make `graph` the definition of all later launches, after instantiation or an update.
 
-        They use its state (replay numbers and first failure), its status words, from which kernels
-        read the failure, and its payloads.
+        Later launches use the graph's state (replay numbers and first failure), its status words,
+        from which kernels read the failure, and its payloads.
         """
         self.name = graph.name
         self.status = graph.status
@@ -244,9 +244,10 @@ class GraphExec:
         self._operands[node] = owners
 
     def _release_replaced_operands(self) -> None:
-        """Drop the owners of replaced kernel operands if no launch is in flight.
+        """Drop the owners of kernel operands that updates have replaced, if no launch is in flight.
 
-        If there are more than `MAX_REPLACED` sets of owners, first wait for the launches.
+        If there are more than `MAX_REPLACED` sets of owners, wait for the launches and then drop
+        them.
         """
         replaced = self._replaced_operands
         if len(replaced) > MAX_REPLACED:

@@ -153,8 +153,8 @@ def waiting_kernels(text: str) -> frozenset[str]:
 def _always_waits(body: str) -> bool:
     """Return whether every thread of a kernel calls ``wait_for_previous_kernel()``.
 
-    `body` is the text after the kernel's parameter list. `waiting_kernels` says where in this text
-    the call must be.
+    `body` is the source text after the kernel's parameter list. The docstring of `waiting_kernels`
+    says where the kernel must make this call.
     """
     for call in _WAIT.finditer(body):
         before = _without_blocks(body[: call.start()].strip())
@@ -168,7 +168,7 @@ def _always_waits(body: str) -> bool:
 
 
 def _without_blocks(text: str) -> str:
-    """Replace each complete block of `text` with ``return;`` if it contains a return, else ``;``.
+    """Replace each complete ``{...}`` block by ``return;`` if it contains a return, else by ``;``.
 
     A ``return`` in a lambda does not count, because it does not leave the kernel.
     """
@@ -228,7 +228,7 @@ def _dtype(words: list[str]) -> str:
 
 
 def _kind(words: list[str]) -> str:
-    """Return the kind (``INT``, ``FLOAT`` or ``OTHER``) of a type that is not a pointer.
+    """Return INT, FLOAT or OTHER for a type that is not a pointer.
 
     `words` are the words of the type in the source.
     """

@@ -65,9 +65,9 @@ class NcclAllGather(AllGather):
         self._communicator = self._create_communicator(data.tobytes())
 
     def _create_communicator(self, unique_id: bytes) -> Any:
-        """Create the communicator on another thread, where NCCL waits without a deadline.
+        """Create the communicator on another thread, because NCCL waits without a deadline.
 
-        DeadlineError is raised if NCCL does not create it within the deadline of the group.
+        If NCCL does not create it within the deadline of the rank group, raise DeadlineError.
         """
         core = self._core
         ranks = self._ranks

@@ -104,25 +104,25 @@ class BlockDrafter(Drafter):
         self._block_rows = device.load(KERNELS)["block_rows"]
 
     def _load_extras(self, weights: Weights, context: DrafterContext, nodes: int) -> None:
-        """Upload the tensors that only this kind of drafter has.
+        """Upload the tensors that only a subclass's kind of drafter has; by default none.
 
-        `nodes` is the maximum number of draft nodes of a level, of all requests together.
+        `nodes` is the maximum number of draft-tree nodes of a level, of all requests together.
         """
 
     def _choose_candidates(self, lane: Lane, normed: DeviceArray, logits: DeviceArray) -> None:
-        """Add the kernels that choose candidate ids for all levels; by default none.
+        """Add the kernels that choose candidate ids for all draft levels; by default none.
 
-        They run after the logits of all levels have been computed. `normed` [R, hidden] contains
-        the final hidden states from which `logits` were computed.
+        They run after the kernels that compute the logits of all levels from `normed` [R, hidden],
+        the final hidden states.
         """
 
     def _adjust_level(
         self, lane: Lane, feed: Feed, level: int, logits: DeviceArray, previous: DeviceArray
     ) -> None:
-        """Add the kernels that adjust the logits of a level, in place, to the previous drafts.
+        """Add the kernels that change a level's logits in place, depending on earlier drafts.
 
-        `previous` contains the token before each row or, in a tree, before each node. The method is
-        called only if the drafter does not set `logits_at_once`.
+        `previous` contains the token before each row of `logits`: one row per request or, in a
+        tree, one per node. The method is called only if the drafter does not set `logits_at_once`.
         """
 
     def prefill(
@@ -163,11 +163,10 @@ class BlockDrafter(Drafter):
         return feed.scratch.logits[: len(self.shape.levels) * feed.batch]
 
     def _lay_out_block(self, lane: Lane, feed: Feed) -> tuple[Rows, Rows]:
-        """Add the kernel that writes the rows of all requests' blocks.
+        """Add the kernel that writes the rows of all requests' blocks; return two versions of them.
 
-        Return two sets of the rows. In the first set, `pos` is the position of the row. In the
-        second set, which is for attention, `pos` is the last position that the row attends to: the
-        end of its block.
+        In the first version, `pos` is the position of the row itself. In the second version, which
+        attention uses, `pos` is the last position to which the row attends: the end of its block.
         """
         config = self._config
         width = config.first_row + len(self.shape.levels)
@@ -181,9 +180,9 @@ class BlockDrafter(Drafter):
         return Rows(token, slot, pos), Rows(token, slot, last)
 
     def _run_layers(self, lane: Lane, batch: int, rows: Rows, attend_rows: Rows) -> None:
-        """Embed the tokens of the blocks of `batch` requests and run the decoder layers.
+        """Embed the tokens of the blocks and run the decoder layers.
 
-        The two sets of rows come from `_lay_out_block`; the rows `attend_rows` are for attention.
+        `rows` and `attend_rows` are the two versions of the rows that `_lay_out_block` returns.
         """
         x = self._stack.input_norm(rows.count)
         self._embed(lane, rows, x)
@@ -207,11 +206,11 @@ class BlockDrafter(Drafter):
     def _level(
         self, lane: Lane, feed: Feed, level: int, previous: DeviceArray | None
     ) -> DeviceArray:
-        """Return the logits of a level.
+        """Return the logits of a draft level: one row per request or, in a tree, one per node.
 
-        In a tree, all nodes of one request and level have the logits of the same row of the block.
-        `previous` contains the token before each row or, in a tree, before each node. It is None if
-        the logits do not depend on it.
+        All nodes of a request and level start with the same logits, those of one row of the
+        request's block. `previous` contains the token before each returned row; None if the logits
+        do not depend on it.
         """
         begin = level * feed.batch
         logits = feed.scratch.logits[begin : begin + feed.batch]

@@ -66,11 +66,10 @@ class DFlash2(BlockDrafter):
 
 
 class _Convolution(NamedTuple):
-    """Weights of the convolutions before and after one attention or MLP.
+    """Weights of the two convolutions around an attention or MLP: 0 before it, 1 after it.
 
-    The kernel of a convolution is the sum of a static kernel in `base` and a dynamic kernel, which
-    the matrix `projection` computes from the hidden state of a row. Index 0 of `base` is the
-    convolution before the attention or MLP, index 1 the one after it.
+    The coefficients of a convolution are the sum of static ones, in `base`, and dynamic ones, which
+    the matrix `projection` computes from the hidden state of a row.
     """
 
     base: DeviceArray  # float32[2, size, hidden], static kernels
@@ -95,7 +94,7 @@ def _dynamic_columns(config: DFlashConfig) -> int:
 class _Convolutions:
     """Convolutions before and after the attention and the MLP of all layers.
 
-    A call has at most `max_rows` rows: the rows of the blocks of all requests.
+    `max_rows` is the maximum number of rows of a forward pass: the blocks of all requests.
     """
 
     def __init__(
@@ -114,9 +113,9 @@ class _Convolutions:
     ) -> None:
         """Run all layers of `stack`, with a convolution before and after each attention and MLP.
 
-        `rows` and `attend_rows` are as in `DecoderStack.run`. Consecutive rows of a block are
-        `row_stride` rows apart, because the rows of all blocks are ordered by level and then by
-        request. The buffer ``stack.buffers.normed`` is overwritten.
+        `rows` and `attend_rows` are as in `DecoderStack.run`. Rows are ordered by level and then by
+        request, so two consecutive levels of a request are `row_stride` rows apart. The buffer
+        ``stack.buffers.normed`` is overwritten.
         """
         count = rows.count
         kernels = stack.kernels
@@ -149,11 +148,11 @@ class _Convolutions:
 
 
 class _Selector:
-    """Candidate selector: chooses the most likely ids of each row and scores them.
+    """Candidate selector: chooses the most likely ids of each row of logits and scores them.
 
-    `rows` is the maximum number of rows of all levels, and `nodes` the maximum number of draft
-    nodes of one level, each for all requests together. In a tree, several nodes use the logits of
-    the same row.
+    `rows` is the maximum number of rows of logits: levels times requests. `nodes` is the maximum
+    number of draft-tree nodes of one level, of all requests together; it is greater than the number
+    of requests if several nodes of a request use the logits of one row.
     """
 
     def __init__(
@@ -179,10 +178,10 @@ class _Selector:
         self._kernels = load(device, "selector", self._block)
 
     def choose(self, lane: Lane, normed: DeviceArray, logits: DeviceArray) -> None:
-        """Choose the most likely ids of each row as its candidates, for `score`.
+        """Choose the most likely ids of each row of logits as its candidates, for calls of `score`.
 
-        R is the number of rows of all levels. `normed` float32[R, hidden] contains the final hidden
-        states, `logits` is float32[R, V].
+        `normed` float32[R, hidden] contains the final hidden states, and `logits` float32[R, V] the
+        logits. Both have one row per level and request.
         """
         rows, vocab = logits.shape
         best = self._best[: rows * self._count]
@@ -199,11 +198,10 @@ class _Selector:
     def score(
         self, lane: Lane, logits: DeviceArray, level: int, batch: int, previous: DeviceArray
     ) -> None:
-        """Replace the logits of a level of `batch` requests with the scores of the candidates.
+        """Replace the logits of a level (from 0) with the scores of the candidates from `choose`.
 
-        `choose` has chosen the candidates of each row of a request's block. The module docstring
-        defines the scores. Levels are numbered from 0. `logits` is float32[nodes, V]; in a tree,
-        the nodes of a request are consecutive, and all have the logits of the same row. `previous`
+        The module docstring defines the scores. `logits` is float32[nodes, V]. In a tree, the nodes
+        of a request are consecutive rows, and their logits are equal before the call. `previous`
         int32[nodes] contains the token before each node.
         """
         nodes, vocab = logits.shape

@@ -251,8 +251,9 @@ class Eagle3Head:
     ) -> DeviceArray:
         """Run the decoder layers and return the residual stream, float32[R, hidden].
 
-        The input of each row is the embedding of its token `rows.token` and its row of `hidden`. If
-        `final_norm` is not None, its output buffer additionally gets the normed residual stream.
+        The input of a row is the embedding of its token, `rows.token`, together with its row of
+        `hidden`. If `final_norm` is given, the normed residual stream is also written to
+        ``final_norm.out``.
         """
         count = rows.count
         config = self.config

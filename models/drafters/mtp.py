@@ -158,9 +158,10 @@ class Mtp(Drafter):
         return self._predict(lane, feed, j, self._last_hidden[0][: feed.batch])
 
     def _tree_step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
-        """Process a level of a tree with the single module.
+        """Process the nodes of a level of a draft tree; the drafter has a single MTP module then.
 
-        The hidden states of consecutive levels are stored alternately in two buffers.
+        The hidden states of consecutive levels are stored alternately in two buffers, because those
+        of a level are computed from those of its parents.
         """
         if level % 2:
             parents = self._last_hidden[0]
@@ -179,11 +180,11 @@ class Mtp(Drafter):
     ) -> None:
         """Run all modules for committed tokens.
 
-        A module combines a token with a hidden state of the token before it, so `rows` has each
-        committed token at the position of the token before it. For row r, module j (from 0)
-        computes the hidden state of position pos[r] - j. `features` float32[R, hidden] is the
-        output of the target's last layer. `last` int32[B] is the row of the last token of each
-        request; None during prefill.
+        A module combines a token with a hidden state of an earlier position. `rows` has each
+        committed token at the position of the token before it; for the same row, module j (from 0)
+        computes the hidden state of position pos - j. `features` float32[R, hidden] is the output
+        of the target's last layer. `last` int32[B] is the row of each request's last token; None
+        during prefill.
         """
         if features is None:
             raise DrafterError(
@@ -205,10 +206,10 @@ class Mtp(Drafter):
                 kernels.elementwise.gather(lane, hidden, last, self._last_hidden[j][: len(last)])
 
     def _delay_rows(self, lane: Lane, rows: Rows, hidden: DeviceArray, j: int) -> Rows:
-        """Replace each row of `hidden` by the previous row of its slot, as input of module j.
+        """Replace each row of `hidden` with that of the previous position, as input of module `j`.
 
-        The first row of each slot gets the state that the previous call kept in `_carried`. Return
-        `rows` with positions lower by one.
+        The first row of a slot gets the last row of the previous call, which `_carried` stores.
+        Return `rows` with positions lower by one.
         """
         carried = self._carried[j - 1]
         width = self._config.hidden_size

@@ -43,12 +43,11 @@ _Proposal = tuple[list[int], list[int]]
 
 @dataclass
 class _Query:
-    """Work for the drafter's thread: calls of the user's function for one round, one per request.
+    """Calls of the user's function for one round: one per request, on the drafter's thread.
 
-    The arguments of the calls are `histories`, the tokens of each request. The drafter's thread
-    appends a result to `proposals` when a call returns, and sets `done` after the last call.
-    `is_abandoned` is set when the deadline has passed; no round then waits for the results any
-    more.
+    `histories` are the arguments of the calls: the tokens of each request. The drafter's thread
+    appends the result of each call to `proposals`, and sets `done` after the last call. The round
+    sets `is_abandoned` if its deadline passes; no round then waits for the results any more.
     """
 
     histories: list[list[int]]
@@ -181,24 +180,25 @@ class UserDrafter(Drafter):
     # the two methods never run at the same time.
 
     def _record(self, rows: NDArray) -> None:
-        """Store tokens in the histories and truncate each history after the stored token.
+        """Store the tokens of rows in the histories of their slots.
 
-        Tokens at later positions belong to an earlier request of the slot. `rows` is int32[R, 4]:
-        slot (-1 for padding), epoch, position and token of each row.
+        A history ends with the token that was stored last: tokens at later positions, which belong
+        to an earlier request of the slot, are removed. `rows` is int32[R, 4]: slot (-1 for
+        padding), epoch, position and token.
         """
         for slot, _, position, token in rows.tolist():
             if slot >= 0:
                 self._histories.setdefault(slot, [])[position:] = [token]
 
     def _draft(self, rows: NDArray, first: NDArray, *outputs: NDArray) -> None:
-        """Let the drafter's thread propose drafts, and write its proposals to the outputs.
+        """Let the drafter's thread call the user's function, and write its proposals to `outputs`.
 
-        The user's function is called for every active request with committed tokens. This method
-        waits for the results until the deadline.
+        The function is called for every active request with committed tokens. This method waits for
+        the results until the deadline.
 
-        `rows`, as in `_record`, has the committed tokens of all requests, and `first` int32[B] the
-        index of each request's first row in it. The outputs, int32[B, max_drafts], are the proposed
-        ids and, in a tree, their parents.
+        `rows` has the committed tokens of all requests, in the format of `_record`. `first`
+        int32[B] is the index of each request's first row. `outputs` are arrays int32[B,
+        max_drafts]: the proposed ids and, in a tree, their parents.
         """
         self._record(rows)
         for array in outputs:
@@ -236,10 +236,7 @@ class UserDrafter(Drafter):
 def _serve(
     queries: SimpleQueue[_Query | None], name: str, propose: Callable[[list[int]], _Proposal]
 ) -> None:
-    """Call `propose` for the requests of each query, until None arrives instead of a query.
-
-    This function runs on the drafter's thread.
-    """
+    """Call `propose` for the requests of each query until None arrives, on the drafter's thread."""
     while True:
         query = queries.get()
         if query is None:
@@ -260,7 +257,7 @@ def _serve(
 
 
 def _read_proposal(proposal: Any, vocab_size: int, max_drafts: int, tree: bool) -> _Proposal:
-    """Check the value that the user's function returned and return its ids and parents.
+    """Return the ids and parents that the user's function has proposed, after checking them.
 
     An invalid proposal raises DrafterError. The caller puts "drafter NAME" before the message.
     """

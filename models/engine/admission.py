@@ -134,9 +134,9 @@ class Admission:
         )
 
     def _check_waiting_tokens(self, prompt: int, waiting: Collection[RequestState]) -> None:
-        """Raise QueueFullError if adding `prompt` tokens would exceed the queue's token limit.
+        """Raise QueueFullError if a prompt of `prompt` tokens would exceed the queue's token limit.
 
-        The limit does not apply if no other request is waiting.
+        If no other request is waiting, any prompt may be queued.
         """
         limit = self._limits.waiting_tokens
         if limit is None or not waiting:
@@ -149,19 +149,11 @@ class Admission:
             )
 
     def _max_tokens(self, prompt: int, max_tokens: int | None) -> int:
-        """Return the maximum number of output tokens.
+        """Return the maximum number of output tokens of a request with `prompt` prompt tokens.
 
-        Parameters
-        ----------
-        prompt
-            Number of prompt tokens.
-        max_tokens
-            Maximum that the request asks for; None for all remaining positions.
-
-        Raises
-        ------
-        RequestError
-            If the prompt is empty, or prompt and output exceed the positions of a request.
+        `max_tokens` is the number for which the request asks; None asks for all remaining
+        positions. If the prompt is empty, or prompt and output exceed the positions of a request,
+        raise RequestError.
         """
         positions = self._num_positions
         remaining = positions - prompt

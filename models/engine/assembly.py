@@ -315,7 +315,7 @@ def _prefix_cache(
 ) -> PrefixCache:
     """Create the prefix cache.
 
-    It is disabled if requests cannot share the drafter's KV-cache entries.
+    It is disabled if requests cannot share the entries of the drafter's KV cache.
     """
     lookahead = drafter.lookahead if drafter else 0
     if lookahead is None:
@@ -363,8 +363,8 @@ def _masking(drafter: Drafter, draft_masking: str) -> str:
 def _num_candidates(masking: str, drafter: Drafter) -> int:
     """Return how many of the drafter's best ids the grammar tests; 0 if it tests none.
 
-    If `masking` is "probe", the number applies to each draft of a chain or each node of a tree; if
-    it is "lattice-probe", to each level. With other values, the grammar tests none.
+    `masking` is the option ``draft_masking``. With "probe", the number applies to each draft of a
+    chain or each node of a tree; with "lattice-probe", to each draft level.
     """
     if masking not in ("probe", "lattice-probe") or drafter.vocab is None:
         return 0
@@ -450,11 +450,11 @@ def _make_automata(
     replay: DeviceArray,
     vocabulary: Vocabulary,
 ) -> DeviceAutomata | None:
-    """Create the automata, with which kernels do grammar steps on the device.
+    """Create the automata with which kernels evaluate grammars on the device (grammar steps).
 
-    Return None if the options do not use automata. In two cases, only the host can do the grammar
-    steps: if the grammar tests the drafter's candidates (``draft_masking="probe"``), or if forced
-    tokens are drafted without a drafter. Then log a warning and return None.
+    Return None if the options do not use automata. Also return None, with a warning, in two cases
+    in which only the host can evaluate grammars: if the grammar tests the drafter's candidates
+    (``draft_masking="probe"``), or if forced tokens are drafted without a drafter.
     """
     if not options.uses_automata:
         return None

@@ -149,8 +149,8 @@ def build_graphs(
 def _kind_without_host(assembly: Assembly) -> str:
     """Return the `GraphKey.kind` of the graphs for batches without grammar steps on the host.
 
-    The result is "host" if the engine builds no separate graphs for these batches. They then run in
-    the graphs of the other batches.
+    If the engine builds no separate graphs for such batches, the result is "host": they run in the
+    graphs that have grammar steps on the host.
     """
     if assembly.resources.mode.is_lattice_tree:
         return "host"

@@ -63,9 +63,9 @@ RELEASE_POLL_S = 0.25
 
 
 class _Submission(NamedTuple):
-    """The id of a submitted request, and a submission number that is unique within the engine.
+    """Identifies a submitted request: its id, and a submission number that the engine never reuses.
 
-    The id alone is not unique, because it may be used again after the request has finished.
+    An id alone is ambiguous, because it may be used again after its request has finished.
     """
 
     id: str
@@ -386,9 +386,9 @@ class Engine:
             )
 
     def _begin_call(self) -> None:
-        """Raise EngineError if the engine has failed or is closed, and end the cancelled requests.
+        """Raise EngineError if the engine has failed or is closed; then end the cancelled requests.
 
-        If cancelled requests were not ended here, their ids would stay in use until the next step.
+        They are ended here because their ids would otherwise stay in use until the next step.
         """
         self._require_working()
         self._end_abandoned()
@@ -436,11 +436,11 @@ class Engine:
         claimed: list[_Submission],
         unfinished: dict[int, _Submission],
     ) -> None:
-        """Submit the requests of a stream, and reserve their events for this stream.
+        """Submit the requests of a stream, and reserve the events of these requests for the stream.
 
-        The method adds each submitted request to the caller's lists `ids` and `claimed`, and to
-        `unfinished` by submission number. If Ctrl-C interrupts the method, the stream can therefore
-        cancel all requests that have been submitted.
+        Each submitted request is added to the caller's lists `ids` and `claimed`, and to
+        `unfinished` by submission number. The caller can therefore cancel the requests submitted so
+        far if Ctrl-C interrupts this method.
         """
         self._begin_call()
         explicit_ids = _explicit_ids(requests, self._scheduler.unfinished)
@@ -452,10 +452,10 @@ class Engine:
             self._scheduler.outbox.claim(submission.number)
 
     def _require_scheduled(self, submissions: Iterable[_Submission]) -> None:
-        """Raise an error if the scheduler has none of the unfinished `submissions` of a stream.
+        """Raise an error if the scheduler knows none of the unfinished `submissions` of a stream.
 
-        The caller has found no events of these requests. If the scheduler has lost all of them, the
-        stream would otherwise wait forever for their final events.
+        The caller has found no events of these requests. Without this check, the stream would wait
+        forever for events of requests that the scheduler has lost.
         """
         if self._closed:
             return  # the next step raises the error
@@ -467,9 +467,9 @@ class Engine:
         raise EngineError(f"requests {names} have ended without a final event")
 
     def _try_end_abandoned(self) -> None:
-        """End the cancelled requests, and those of ended streams, that are in `_abandoned`.
+        """End the requests in `_abandoned`: those that were cancelled or whose stream has ended.
 
-        If another call is running, the next step ends them.
+        If another call of the engine is running, the next step ends them instead.
         """
         with suppress(EngineUseError):
             self._end_abandoned_alone()
@@ -663,10 +663,10 @@ class Engine:
             return_free_memory()
 
     def _drain(self) -> None:
-        """End all requests, wait for the device, and close all parts.
+        """End all requests, wait for the device, and close all parts of the engine.
 
-        If closing a part raises an error, the other parts are closed nevertheless. `ExitStack`
-        calls the registered functions in reverse order, so the requests end first.
+        If one part cannot be closed, the others are closed nevertheless. `ExitStack` calls the
+        registered functions in reverse order, so the requests end first.
         """
         with ExitStack() as stack:
             stack.callback(self._close_parts)
@@ -707,13 +707,7 @@ class Engine:
 def _check_arguments(
     model: object, drafter: DrafterChoice | None, ranks: object, options: EngineOptions
 ) -> Options:
-    """Check the arguments of `Engine` and return its options.
-
-    Raises
-    ------
-    OptionError
-        If an argument is invalid.
-    """
+    """Return the options of an engine; raise OptionError if an argument of `Engine` is invalid."""
     known = {field.name for field in fields(Options)}
     for name in options:
         if name not in known:
@@ -759,9 +753,9 @@ def _has_id(request: Request) -> bool:
 
 
 def _expand_samples(requests: Iterable[Request]) -> list[Request]:
-    """Return the requests, with one request per sample for each request that has ``n > 1``.
+    """Return the requests, each request with ``n > 1`` as n requests with one sample each.
 
-    Objects that are not a `Request` are kept. `Admission.admit` refuses them.
+    Objects that are not a `Request` are returned as they are, and `Admission.admit` refuses them.
     """
     if not isinstance(requests, Iterable):
         raise RequestError(f"requests must be a list of Request, got {short_repr(requests)}")
@@ -777,10 +771,8 @@ def _expand_samples(requests: Iterable[Request]) -> list[Request]:
 def _explicit_ids(requests: Sequence[Request], unfinished: Container[str]) -> set[str]:
     """Return the ids that the caller has given to requests.
 
-    Raises
-    ------
-    RequestError
-        If two requests have the same id, or an unfinished request already has one of the ids.
+    If two requests have the same id, or an unfinished request already has one of the ids, raise
+    RequestError.
     """
     ids: set[str] = set()
     for request in requests:

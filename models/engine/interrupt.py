@@ -65,8 +65,7 @@ class Shield:
 class _Call(NamedTuple):
     """A running call of an `exclusive` method.
 
-    `is_brief` says whether calls of other threads wait for the end of this call instead of raising
-    an error.
+    If `is_brief` is true, calls from other threads wait for its end; otherwise they raise an error.
     """
 
     thread_id: int

@@ -394,7 +394,7 @@ class Migrator:
             )
 
     def _check_pages(self, pages: Sequence[np.ndarray]) -> None:
-        """Raise MigrationError if pages are given that do not fit all caches of this engine.
+        """Raise MigrationError if there are `pages`, but they do not fit this engine's KV caches.
 
         Without this check, NumPy would broadcast an array with axes of length 1, and other requests
         with the same prefix would reuse wrong pages.

@@ -327,9 +327,10 @@ class Replays:
 
     @contextmanager
     def _renumber_errors(self, flight: ReplayInFlight) -> Iterator[None]:
-        """In errors of host steps, replace the number of the replay by `ReplayInFlight.number`.
+        """In errors of host steps, replace the graph's replay number by the engine's replay number.
 
-        The number in an error counts only the replays of the graph (`graph_number`).
+        An error contains `graph_number`, which counts only the replays of one graph.
+        `ReplayInFlight.number` counts the replays of all graphs.
         """
         try:
             yield
@@ -345,10 +346,9 @@ class Replays:
             raise renumbered from error.__cause__
 
     def _find_number(self, flight: ReplayInFlight, graph_number: int) -> int | None:
-        """Return the engine's number of a replay of the graph of `flight`.
+        """Return the engine's number of a replay; None if the replay has retired.
 
-        `graph_number` is the number of the replay among all replays of this graph. Return None if
-        the replay has retired.
+        It is replay number `graph_number` of the graph of `flight`.
         """
         for other in (flight, *self._unretired, *self.unread):
             if other.graph is flight.graph and other.graph_number == graph_number:
@@ -433,10 +433,9 @@ class Replays:
             flight.graph.check()
 
     def _record_times(self, flight: ReplayInFlight, stats: EngineStats) -> None:
-        """Record the times of a complete replay.
+        """Add the device times of a complete replay to `stats`, `round_s` and the budget.
 
-        Add them to `stats`, and update the average `round_s` and the budget's model of how long a
-        round with a number of drafts takes.
+        The budget estimates from them how long a round takes, depending on its number of drafts.
         """
         timeline = self._resources.timeline
         graph = flight.graph
@@ -462,9 +461,9 @@ class Replays:
 
 
 def _read_logprob(record: np.void, num_top: int) -> Logprob:
-    """Convert a `LOGPROBS` record of the device to a `Logprob`.
+    """Convert a `LOGPROBS` record of the device to a `Logprob` with the `num_top` most likely ids.
 
-    The `Logprob` contains the `num_top` most likely ids, without ids of probability 0.
+    Ids of probability 0 are left out.
     """
     ids = record["ids"].tolist()
     logprobs = record["logprobs"].tolist()

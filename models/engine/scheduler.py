@@ -590,11 +590,11 @@ class Scheduler:
         output.accepted += row.accepted
 
     def _check_drafts(self, state: RequestState, row: RowResult) -> None:
-        """Warn if a drafter that computes logits has had no drafts for many rounds.
+        """Warn if a drafter that computes logits has made no drafts for a request in many rounds.
 
-        In this case the outputs are correct but slow. A round is not counted if there may be no
-        drafts for another reason: the request has a grammar, the round had no forward rows for its
-        drafts, or the output is about to end.
+        The outputs are then correct but slow. Rounds with another reason for having no drafts do
+        not count: the request has a grammar, the round had no forward rows for its drafts, or its
+        output is about to end.
         """
         num_left = state.position_limit - state.num_tokens
         may_have_none = state.matcher is not None or row.cut or num_left <= state.draft_capacity

@@ -192,7 +192,7 @@ class SlotManager:
         return num_cached
 
     def _prefix_hits(self, state: RequestState) -> tuple[int, int]:
-        """Return how many pages of a waiting request are cached.
+        """Return how many pages of a waiting request the prefix cache has.
 
         The second number counts the pages among them that no slot uses.
         """
@@ -462,9 +462,9 @@ class SlotManager:
         return len(self._prefilling) + self._pages_for_next_round()
 
     def _pages_for_next_round(self) -> int:
-        """Return an upper bound of the free pages that running requests need for the next round.
+        """Return an upper bound of the pages that running requests will take for the next round.
 
-        It includes at least one page for each request, even if the request needs none.
+        The bound counts at least one page per request, even for a request that needs none.
         """
         page_size = self._caches[0].page_size
         pages = 0
@@ -476,26 +476,14 @@ class SlotManager:
     def _allocate(
         self, state: RequestState, slot: int, shared: Sequence[PageGroup] = (), spare: int = 0
     ) -> bool:
-        """Allocate pages for the next round in all caches. If one cache has too few, allocate none.
+        """Allocate the pages that a request needs for the next round, in all KV caches.
+
+        Return False, without allocating any page, if one of the caches has too few. `shared` are
+        prefix-cache pages that become the first pages of `slot`. At least `spare` pages remain
+        free.
 
         `PAGES_AHEAD` more pages than needed are allocated if they are free. Pages are evicted from
-        the prefix cache only if the request needs them for the next round.
-
-        Parameters
-        ----------
-        state
-            Request that needs pages.
-        slot
-            Slot of the request.
-        shared
-            Prefix-cache pages that are used as the first pages of the slot.
-        spare
-            Number of pages that must remain free.
-
-        Returns
-        -------
-        bool
-            False, with no page allocated, if there are not enough pages.
+        the prefix cache only for pages that the request needs for the next round.
         """
         page_size = self._caches[0].page_size
         max_positions = state.position_limit + self._slack_positions
@@ -515,10 +503,10 @@ class SlotManager:
     def _set_pages(
         self, state: RequestState, slot: int, pages: int, shared: Sequence[PageGroup] = ()
     ) -> None:
-        """Allocate free pages until a slot has `pages` pages in all caches.
+        """Allocate free pages until `slot` has `pages` pages in all KV caches.
 
-        The pages `shared` become the first pages of the slot. `shared` must be empty if the slot
-        has pages already.
+        The pages `shared` become the first pages of the slot; a slot that already has pages must
+        get none.
         """
         positions = pages * self._caches[0].page_size
         for i, cache in enumerate(self._caches):

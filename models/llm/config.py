@@ -404,11 +404,11 @@ def _target_layer_ids(fields: Fields, target_layers: int) -> tuple[int, ...]:
 
 
 def _check_quantization(fields: Fields) -> None:
-    """Check that quantized weights are E4M3 with one scale per row or per matrix.
+    """Raise an error unless quantized weights are E4M3 with one scale per row or per matrix.
 
-    The dtypes in the checkpoint, not the config, decide which matrices are quantized. Settings for
-    quantized inputs are ignored, because graft never quantizes inputs and the weights do not depend
-    on these settings.
+    Which matrices are quantized follows from their dtypes in the checkpoint, not from the config.
+    Settings for quantized inputs are ignored: graft never quantizes inputs, and the weights do not
+    depend on these settings.
     """
     section = fields.section("quantization_config")
     if section is None:
@@ -431,9 +431,9 @@ def _check_quantization(fields: Fields) -> None:
 
 
 def _architecture(fields: Fields, known: Mapping[str, Architecture]) -> Architecture:
-    """Return the architecture in `known` that the config's `architectures` or `model_type` names.
+    """Return the architecture that the config's field `architectures` or `model_type` names.
 
-    ConfigError is raised if `known` does not contain it.
+    If it is not one of the `known` ones, raise ConfigError.
     """
     names = fields.get("architectures")
     model_type = fields.get("model_type")
@@ -554,7 +554,7 @@ def _layers_without_rope(
 
 
 def _sliding_window(fields: Fields, architecture: Architecture, layers: int) -> int | None:
-    """Return the window size, or None if no layer has a sliding window.
+    """Return the size of the attention window in tokens, or None if no layer has a sliding window.
 
     If `use_sliding_window` is absent, all layers have the window (Mistral). If it is true,
     `layer_types` tells which layers have the window. If `layer_types` is absent, these are the

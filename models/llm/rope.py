@@ -429,10 +429,9 @@ def identity_table(positions: int, head_dim: int) -> np.ndarray:
 
 
 def _agreed(fields: Fields, sections: list[Fields], name: str) -> float | None:
-    """Return the value of the numeric field `name`, or None if it is absent.
+    """Return a numeric field that a config and its `sections` may contain; None if all lack it.
 
-    The config `fields` and each of its `sections` may contain the field. If the values differ,
-    ConfigError is raised and lists them.
+    If the values of the field `name` differ, raise ConfigError, which lists them.
     """
     values = {}
     for source in (fields, *sections):

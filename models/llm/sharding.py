@@ -136,9 +136,9 @@ def _column_unit(columns: int, size: int) -> int:
 
 
 def _split_evenly(count: int, rank: int, size: int) -> tuple[int, int]:
-    """Return the range of items that belongs to a rank when `count` items are split evenly.
+    """Return the range (begin, end) of the items that `rank` gets of `count` items.
 
-    If `count` is not a multiple of `size`, the first ranks get one item more.
+    If `count` is not a multiple of `size`, the number of ranks, the first ranks get one item more.
     """
     each, remainder = divmod(count, size)
     begin = rank * each + min(rank, remainder)
@@ -301,11 +301,11 @@ class TensorParallelLeader:
             self.ranks.release_buffers()
 
     def _send(self, lane: Lane, header: tuple[int, ...], arrays: tuple[DeviceArray, ...]) -> None:
-        """Add nodes to a lane that send a message to all worker ranks.
+        """Add nodes to a lane that send a message, a header and device arrays, to all worker ranks.
 
-        The message is a header and the contents of device arrays. The last word of the header is 1
-        if the lane belongs to a CUDA graph. Every launch of the graph then sends the message, and
-        each worker builds a CUDA graph for its own part of the work.
+        The last word of the header is 1 if the lane belongs to a CUDA graph. Every launch of the
+        graph then sends the message, and each worker builds a CUDA graph for its own part of the
+        work.
         """
         count = sum(array.nbytes for array in arrays) // 4
         if count > self._payload.shape[0]:
@@ -322,10 +322,10 @@ class TensorParallelLeader:
         self.ranks.exchange(lane, sends, name="rows to ranks")
 
     def _header(self, *words: int) -> np.ndarray:
-        """Return the header with these words, padded with zeros.
+        """Return a message header: `words`, padded with zeros.
 
-        Equal headers share one array, which must never be modified, because an asynchronous send
-        may still read it.
+        Equal headers share one array. It must never be modified, because an asynchronous send may
+        still read it.
         """
         if words not in self._headers:
             padded = (*words, *(0,) * (HEADER_WORDS - len(words)))

@@ -149,9 +149,9 @@ class Weights:
         return to_float32(np.ascontiguousarray(array), dtype)
 
     def _rows(self, name: str, rows: int, columns: int) -> tuple[np.ndarray, str, np.ndarray]:
-        """Return a matrix, its dtype and its row scales, float32[rows].
+        """Return a matrix, its dtype, and the scale of each of its rows, float32[rows].
 
-        The scales of a matrix that is not quantized are 1.
+        The scales are 1 if the matrix is not quantized.
         """
         array, dtype = self.read(name, (rows, columns), (*FLOATS, E4M3))
         if dtype == E4M3:

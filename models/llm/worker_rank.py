@@ -68,9 +68,9 @@ def run_worker(ranks: RankGroup) -> None:
 
 
 def _load(ranks: RankGroup, size: int) -> TensorParallelWorker | None:
-    """Load the shard that rank 0 requests, and send the reply. Return None on failure.
+    """Load the shard of the model that rank 0 asks for, and send the reply. Return None on failure.
 
-    The payload, of `size` bytes, contains the JSON arguments of `TensorParallelWorker`.
+    The message's payload of `size` bytes contains the JSON arguments of `TensorParallelWorker`.
     """
     text = np.zeros(size, np.uint8)
     reply = np.zeros(REPLY_BYTES, np.uint8)
@@ -210,7 +210,7 @@ class TensorParallelWorker:
     def _finish(self, work: GraphExec | Stream) -> None:
         """Wait until `work` is complete.
 
-        DeadlineError is raised if that takes longer than the all-gather's `forward_limit_s`.
+        If this takes longer than the all-gather's `forward_limit_s`, raise DeadlineError.
         """
         limit_s = self.all_gather.forward_limit_s
         try:

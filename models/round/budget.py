@@ -210,9 +210,9 @@ class DraftBudget:
         return self.lengths[index]
 
     def _neighbour(self, index: int, longer: bool) -> int:
-        """Return the index of the next longer length if `longer`, else of the next shorter one.
+        """Return the index of the draft length after (`longer`) or before the one at `index`.
 
-        At the end of the list of lengths, return the neighbour on the other side.
+        At the end of the list, return the neighbour on the other side.
         """
         step = 1 if longer else -1
         neighbour = index + step
@@ -223,7 +223,7 @@ class DraftBudget:
     def _decide(self, bucket: int, requests: Sequence[object]) -> None:
         """Choose the draft length with the highest expected number of tokens per nanosecond.
 
-        The current length is kept if the best one is less than `MIN_GAIN` times as fast.
+        The current length stays unless the best length is at least `MIN_GAIN` times as fast.
         """
         rates = self.expected_rates(bucket, requests)
         best = rates.index(max(rates))
@@ -280,7 +280,7 @@ class DraftBudget:
 
 
 def _fill_unknown(probs: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return an array [..., depth] in which each NaN is replaced with the value before it.
+    """Return acceptance probabilities [..., depth] with each NaN replaced by the value before it.
 
     A NaN at depth 0 is replaced with `INITIAL_ACCEPTANCE`.
     """

@@ -159,10 +159,10 @@ class DraftMasking:
         self._wait_for_step("wait for row 0", self.commit_name)
 
     def _add_draft_step(self, j: int, name: str, rows: range) -> None:
-        """Add the grammar step for draft `j`.
+        """Add the grammar step for draft `j`, which runs after all present nodes of the model lane.
 
-        The step runs after all nodes that the model lane has so far. `rows` are the mask rows that
-        the step may fill and that constrain the next drafts.
+        `rows` are the mask rows (token bitmasks) that the step may fill; they constrain the next
+        drafts.
         """
         self._request_step(name)
         self._steps.add_draft(self._grammar_lane, j, rows, name=name)
@@ -171,14 +171,14 @@ class DraftMasking:
     def _request_step(self, name: str) -> None:
         """Make the grammar lane wait for all nodes that the model lane has so far.
 
-        `name` is the node name of the grammar step that will be added next.
+        The caller then adds a grammar step; `name` is the name of its node.
         """
         self._grammar_lane.wait(self._model_lane.record(f"{name}: requested"))
 
     def _wait_for_step(self, part: str, step: str) -> None:
-        """Make the model lane wait for the grammar step that was added last.
+        """Make the model lane wait for the grammar step that was added last, the node named `step`.
 
-        `step` is the node name of that step. The timeline records the waiting time as part `part`.
+        The timeline records the waiting time as part `part` of the round.
         """
         self._wait(self._step_done)
         self._stamps.end(part, step)

@@ -248,10 +248,10 @@ class Prefill:
         return executable
 
     def _add_rows(self, lane: StreamLane, slot: int, begin: int, end: int, last: int) -> None:
-        """Enqueue the kernel that writes the forward rows of tokens `begin` to `end` (exclusive).
+        """Enqueue the kernel that writes the forward rows of prompt tokens `begin` to `end` - 1.
 
-        The remaining rows of the chunk become padding. `last` is the index of the prompt's last
-        token, which is fed to the drafter only.
+        The remaining rows of the prefill chunk become padding. `last` is the index of the prompt's
+        last token, which is fed to the drafter only.
         """
         args = (self._tokens, slot, begin, end, last, CHUNK, self._rows)
         lane.kernel(self._write_rows, 1, _THREADS, args, name="prompt rows")

@@ -282,15 +282,12 @@ class RoundGraph:
         self._model.wait(mark)
 
     def _start_drafting(self) -> None:
-        """Add the nodes that run between verification and drafting.
-
-        This class adds none; a subclass may override the method.
-        """
+        """Add the nodes that a subclass needs between verification and drafting; here none."""
 
     def _add_target_forward(self, feed: Feed) -> None:
         """Add the kernel ``begin``, the target forward pass and the grammar step ``open``.
 
-        The step fills mask rows concurrently with the forward pass.
+        The grammar step fills mask rows (token bitmasks) concurrently with the forward pass.
         """
         resources = self.resources
         grammar = self._grammar
@@ -345,10 +342,7 @@ class RoundGraph:
         return [slots, slots.stride, stamp, stamp.stride, inputs.entries]
 
     def _before_publishing(self) -> None:
-        """Add the nodes that run between verification and the publication of its results.
-
-        This class adds none; a subclass may override the method.
-        """
+        """Add nodes that a subclass needs between verification and publication; here none."""
 
     def _add_verification(self, feed: Feed) -> None:
         """Add nodes for sampling, verification and, for trees, the compaction of the KV cache."""

@@ -66,8 +66,8 @@ class SplitRound(RoundGraph):
     def _start_graph(self) -> None:
         """End the current graph and continue both lanes in a new one.
 
-        The new graph is launched after the old graph has completed, so no node of the new graph
-        needs to wait for a mark (`GraphMark`) in the old graph.
+        The old graph is complete when the new one is launched. Nodes of the new graph therefore
+        need not wait for a mark (`GraphMark`) in the old one.
         """
         self._add_graph()
         for lane in (self._model, self._grammar):

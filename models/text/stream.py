@@ -172,9 +172,9 @@ class IncrementalDecoder:
         return rest
 
     def _push_bytes(self, data: bytes, final: bool = False) -> str:
-        """Append bytes and return the text that became complete.
+        """Append UTF-8 bytes of the output and return the text that became complete.
 
-        If `final` is true, an incomplete character becomes U+FFFD.
+        If `final` is true, an incomplete character at the end becomes U+FFFD.
         """
         text = self._utf8.decode(data, final)
         if text:

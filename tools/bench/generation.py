@@ -162,9 +162,9 @@ def run(engine: Engine, requests: list[Request], intervals: Intervals) -> list[l
 
 
 def _warm_up(engine: Engine, requests: list[Request], kind: str) -> None:
-    """Run the requests until kernels are compiled and, for kind "device", the automaton is built.
+    """Run the requests until kernels are compiled and, for `kind` "device", automata are built.
 
-    The automaton counts as built as soon as no round evaluates the grammar on the host.
+    Automata count as built as soon as no round evaluates a grammar on the host.
     """
     run(engine, requests, Intervals())
     deadline = time.monotonic() + _AUTOMATON_S

@@ -135,7 +135,7 @@ SUBJECTS: dict[str, Any] = {"llguidance": LLGuidance, "xgrammar": XGrammar, "aut
 
 
 class _Instances:
-    """Matches instances of one schema token by token, and measures the time of each mask fill.
+    """Matches instances of one JSON schema token by token, and times each fill of a mask.
 
     `new_matcher` returns a matcher in its initial state, and `encode` tokenizes a text.
     """
@@ -228,13 +228,13 @@ def evaluate_schema(
 
 
 def _is_declared(found: Any, value: Any, instances: _Instances) -> bool:
-    """Return whether route `found` declared that its grammar rejects the valid instance `value`.
+    """Return whether graft declared in advance that it rejects the valid instance `value`.
 
-    A route is the form in which graft compiles a schema. It declares two kinds of restrictions. If
-    the route is narrowed, its grammar generates fewer values than the schema allows, so the
-    rejection of any instance counts as declared. If the spelling of numbers is restricted, the
-    grammar may accept ``1`` but reject ``1.0``. The rejection of an instance then counts as
-    declared if the grammar accepts the instance with its whole numbers rewritten as integers.
+    `found` is the route: the form in which graft compiles the schema. A route declares two kinds of
+    restrictions. If it is narrowed, its grammar generates fewer values than the schema allows, so
+    the rejection of any instance counts as declared. If the spelling of numbers is restricted, the
+    grammar may accept ``1`` but reject ``1.0``. The rejection then counts as declared if the
+    grammar accepts the instance after its whole numbers have been rewritten as integers.
     """
     if found.narrowed:
         return True

@@ -267,9 +267,9 @@ def summarize(
 
 
 def _request_tokens_per_second(outputs: Sequence[Output]) -> float | None:
-    """Return the mean decoding speed of a request in tokens per second, after its first token.
+    """Return the mean decoding speed of a request, in tokens per second after its first token.
 
-    The result is None if no request has decoding times.
+    Return None if no request has decoding times.
     """
     tokens = 0
     seconds = 0.0
@@ -294,11 +294,11 @@ def masking_of(engine: Engine) -> str | None:
 def _verify_modes(
     options: argparse.Namespace, temperature: float, tree: str | None
 ) -> dict[str | None, str]:
-    """Return the value of ``--verify`` to pass to requests for each verification mode, by mode.
+    """Return the values of ``--verify`` to measure, by the verification mode that each selects.
 
-    With the value "relaxed", the mode is "relaxed". With all other values, greedy requests are
-    verified in the mode "greedy", and trees in the mode "coupled". Values with the same mode are
-    therefore measured only once.
+    The value "relaxed" selects the mode "relaxed". With all other values, greedy requests are
+    verified in the mode "greedy", and trees in the mode "coupled". Values that select the same mode
+    are measured only once.
     """
     effective = None
     if temperature < GREEDY_TEMPERATURE:

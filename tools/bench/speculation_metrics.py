@@ -165,10 +165,10 @@ def differences(configurations: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 def _compared_key(
     one: Mapping[str, Any], other: Mapping[str, Any], first_drafter: str | None
 ) -> str | None:
-    """Return the only key in which two configurations differ, if `differences` compares them.
+    """Return the key in which two configurations differ, if `differences` compares them.
 
-    The result is None if they differ in several keys, or if `differences` compares them in the
-    other order or not at all. Drafters are compared with `first_drafter` only.
+    Return None if they differ in several keys, or if `differences` compares them in the other order
+    or not at all. Drafters are compared with `first_drafter` only.
     """
     changed = {key for key in CONFIGURATION_KEYS if one[key] != other[key]}
     if one["masking"] != "none" and other["masking"] != "none":
@@ -214,11 +214,10 @@ def throughput_by_length(configurations: Sequence[dict[str, Any]]) -> list[dict[
 def _predict_group(
     baselines: Sequence[dict[str, Any]], group: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Predict the throughput of the configurations in `group`.
+    """Predict the throughput of the configurations in `group`, which differ only in draft length.
 
-    The drafts of these configurations are chains, and they differ only in the length of the chain.
-    `baselines` has the configurations without speculation. The baseline with the same temperature
-    and batch size is added to the group as length 0.
+    Their drafts are chains. `baselines` are the configurations without speculation; the one with
+    the same temperature and batch size joins the group as draft length 0.
     """
     longest = max(group, key=itemgetter("length"))
     same_run = itemgetter("temperature", "batch")

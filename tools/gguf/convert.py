@@ -515,7 +515,7 @@ def _write_folder(
     names: dict[str, str],
     config: dict[str, Any],
 ) -> None:
-    """Write the files to a temporary folder, and rename it to `out` when it is complete.
+    """Write the files of a model to a temporary folder, then rename the folder to `out`.
 
     `contents` maps names of JSON files to their contents. The weights are read from `source`;
     `names` is the result of `map_tensor_names`.

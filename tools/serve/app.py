@@ -317,9 +317,9 @@ class Service:
         request: HttpRequest,
         function: Callable[[RequestParser, dict[str, Any]], dict[str, Any]],
     ) -> Response:
-        """Call `function` with the parser and the fields of a request; return its result as JSON.
+        """Call `function` in the parser's thread, with the parser and the request's JSON fields.
 
-        The function runs in the parser's thread.
+        Return the function's result as a JSON response.
         """
         fields = await self.read_body(request)
         try:
@@ -388,10 +388,10 @@ class _Writer(Protocol):
 
 
 class _GenerateEndpoint:
-    """An endpoint that generates text: chat completions if `chat`, otherwise completions.
+    """An endpoint that generates text: chat completions if `chat` is true, completions if false.
 
-    If `chat` is None, requests with the field ``messages`` are chat completions. When the client of
-    a request disconnects, the request is cancelled.
+    If `chat` is None, requests with the field ``messages`` are chat completions, and all others are
+    completions. When a client disconnects, its request is cancelled.
     """
 
     def __init__(self, service: Service, chat: bool | None):
@@ -458,7 +458,7 @@ class _GenerateEndpoint:
         return CompletionWriter(api_request, self._service.parser.name, choices)
 
     def _locate(self, error: ApiError, fields: Collection[str]) -> ApiError:
-        """Return `error` with ``param`` set to the name of the API field that caused the error.
+        """Return `error` with ``param`` set to the API field that caused it.
 
         `fields` are the names of the fields that the request has.
         """
@@ -492,8 +492,8 @@ class _GenerateEndpoint:
     async def _stream(self, api_request: ApiRequest, stream: RequestStream, send: Send) -> None:
         """Send the response as server-sent events.
 
-        Raise an error that occurs before the first event, so that the client gets its HTTP status.
-        Send a later error as an event, because the status has already been sent.
+        An error before the first event is raised, so that the client gets its HTTP status. A later
+        error is sent as an event, because the status has already been sent.
         """
         started = False
 

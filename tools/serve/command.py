@@ -271,9 +271,9 @@ def is_loopback(host: str) -> bool:
 
 @contextlib.contextmanager
 def _open_driver(options: argparse.Namespace) -> Iterator[EngineDriver | Replicas]:
-    """Open the engine, or several replicas of it, for as long as the context lasts.
+    """Open the engine, or several replicas of it, until the context ends.
 
-    Raise OptionError if options contradict each other.
+    If options contradict each other, raise OptionError.
     """
     from graft.tools.serve.engine_driver import EngineDriver
 

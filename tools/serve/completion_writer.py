@@ -128,10 +128,11 @@ class ResponseChoice:
     def _chat_chunk(
         self, choice: dict[str, Any], delta: dict[str, Any], is_first: bool, is_last: bool
     ) -> dict[str, Any]:
-        """Return the choice of one chunk of a chat.
+        """Return the entry of ``choices`` for one chunk of a chat completion.
 
-        `choice` has the event's fields, and `delta` the chunk's new text or call. `is_first` and
-        `is_last` say whether the chunk is the first or the last one of the event.
+        `choice` has the fields of the engine's event, and `delta` the new text or tool call. An
+        event may become several chunks: `is_first` and `is_last` say whether this is the first or
+        last of them.
         """
         chunk = dict(choice)
         if not is_first:

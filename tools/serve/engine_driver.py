@@ -156,9 +156,9 @@ class EngineDriver:
                 self._loop.call_soon_threadsafe(self._fail_all, self.failure)
 
     def _run_jobs(self) -> bool:
-        """Run all queued jobs, or wait for one if the engine is idle.
+        """Run all queued jobs, or wait for a job if the engine is idle.
 
-        Return False if the thread must exit.
+        Return False if the engine's thread must exit.
         """
         with suppress(queue.Empty):
             while True:

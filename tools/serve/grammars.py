@@ -139,10 +139,9 @@ def _structured_outputs(body: ChatRequest | CompletionRequest) -> list[FoundGram
 
 
 def _is_enabled(grammar: FoundGrammar) -> bool:
-    """Return whether the request uses a grammar.
+    """Return whether a request uses the grammar: false if the grammar's value is null.
 
-    It uses json_object if the value is true, and any other grammar if the value is not null. Raise
-    ApiError if the value of json_object is neither true nor false.
+    The grammar json_object has the value true or false; raise ApiError if it has another value.
     """
     if grammar.key == "json_object":
         if not isinstance(grammar.value, bool):
@@ -155,9 +154,9 @@ def _is_enabled(grammar: FoundGrammar) -> bool:
 
 
 def _read_structured_outputs(structured: Any) -> dict[str, Any]:
-    """Check structured_outputs and return the grammars in it, by key.
+    """Check the field structured_outputs and return the grammars in it, by key.
 
-    Keys with the value null, and options such as disable_fallback, are left out. The option
+    Keys with the value null are left out, and so are options such as disable_fallback. The option
     disable_additional_properties changes the key "json" to "strict_json".
     """
     grammars = {}

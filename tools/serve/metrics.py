@@ -200,7 +200,8 @@ def _family(
 ) -> Any:
     """Return a metric of class `kind` with the label ``replica`` and the additional `labels`.
 
-    The keys of `values` are tuples: the number of the replica, followed by the values of `labels`.
+    `values` maps tuples to the values of the metric. A tuple is the number of the replica, followed
+    by the values of `labels`.
     """
     family = kind(name, description, labels=["replica", *labels])
     for key, value in values.items():

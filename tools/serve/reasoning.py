@@ -101,9 +101,9 @@ class ReasoningParser:
         return reasoning + space, answer
 
     def _split_space(self, text: str) -> tuple[str, str]:
-        """Split text after `END` into the white space of the reasoning section, and the answer.
+        """Split the text after the tag `END` into leading white space and the answer.
 
-        If tags are not kept, this white space is dropped.
+        The white space belongs to the reasoning section. It is dropped unless tags are kept.
         """
         answer = text.lstrip(WHITE_SPACE)
         size = min(len(text) - len(answer), self._space_left)

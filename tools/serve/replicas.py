@@ -111,9 +111,9 @@ class _RoutedRequest:
     def undelivered(self, event: Event) -> Event | None:
         """Return an event without the tokens and text that the client has already received.
 
-        A restarted request generates its first tokens a second time, although an earlier replica
-        has delivered some of them. If the event contains nothing new, the result is None.
-        Raise EngineError if the tokens differ from those of an earlier replica.
+        After the death of a replica, another one generates the output from its beginning, and the
+        client has some of these tokens already. If the event contains nothing new, return None. If
+        the tokens differ from those of the earlier replica, raise EngineError.
         """
         token_start, character_start = self.received
         overlap = max(0, len(self.tokens) - token_start)
@@ -364,8 +364,8 @@ class Replicas:
     def _handle_death(self, replica: _Replica, message: str) -> None:
         """Terminate the process of a dead replica, and assign its requests to other replicas.
 
-        A request fails if more than `SUSPECT_DEATHS` replicas have died while they ran it. If every
-        replica has failed to restart, all waiting requests fail.
+        If more than `SUSPECT_DEATHS` replicas have died while they ran a request, this request
+        fails. If every replica has failed to restart, all waiting requests fail.
         """
         state = "died" if replica.alive else "did not start"
         LOG.warning("replica %d %s: %s", replica.number, state, message)
@@ -397,8 +397,9 @@ class Replicas:
     def _assign(self) -> None:
         """Assign waiting requests to replicas.
 
-        A request stays unassigned while no replica is alive, or while the request is a suspect and
-        every living replica already runs another suspect.
+        A request stays unassigned while no replica is alive. A suspect (a request during which
+        `SUSPECT_DEATHS` replicas have died) also stays unassigned while every living replica runs
+        another suspect.
         """
         for request in list(self._unassigned):
             is_suspect = request.deaths >= SUSPECT_DEATHS

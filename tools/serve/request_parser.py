@@ -187,12 +187,12 @@ class RequestParser:
     def _fit(
         self, body: ChatRequest | CompletionRequest, prompts: list[list[int]]
     ) -> list[list[int]]:
-        """Truncate prompts to ``truncate_prompt_tokens``; check that prompt and output fit.
+        """Truncate prompts to ``truncate_prompt_tokens``, and check that prompt and output fit.
 
         If ``truncate_prompt_tokens`` is -1, a prompt is truncated to the context length minus the
-        maximum length of the output. The engine checks the lengths too, but its error messages name
-        options of the engine. The messages of this function have the wording of vLLM and SGLang and
-        name fields of the API.
+        maximum length of the output. The engine checks the lengths too, but its errors name options
+        of the engine. The errors of this method name fields of the API, in the wording of vLLM and
+        SGLang.
         """
         max_tokens = 1 if body.prompt_only else body.token_limit
         size = body.truncate_prompt_tokens
@@ -248,8 +248,7 @@ class RequestParser:
     def _render(self, body: PromptFields, messages: list[dict[str, Any]], schema: Any) -> list[int]:
         """Apply the chat template to messages and return the tokens of the prompt.
 
-        `schema` is the JSON schema of the output, which the template may show; None if there is
-        none.
+        `schema` is the JSON schema of the output, or None. The template may show it to the model.
         """
         continues = body.continue_final_message
         adds_prompt = body.adds_generation_prompt
@@ -316,9 +315,9 @@ class RequestParser:
         return tokens
 
     def _reasoning_start(self, prompt: Sequence[int], continued: str) -> bool | None:
-        """Return whether the output starts within a reasoning section.
+        """Return whether the output starts inside a reasoning section.
 
-        Return None if the output cannot have such a section, see `reasoning.has_reasoning`.
+        Return None if the output cannot have a reasoning section (`reasoning.has_reasoning`).
         """
         if self._reasoning_parser is None:
             return None
@@ -348,10 +347,10 @@ class RequestParser:
     def _echo(
         self, given: Any, prompts: Sequence[list[int]], whole_prompts: Sequence[list[int]]
     ) -> list[str]:
-        """Return the text of each prompt, which precedes the generated text in the response.
+        """Return the text of each prompt, which the response repeats before the generated text.
 
         `given` is the value of the field ``prompt``. `prompts` are the token ids of the truncated
-        prompts, and `whole_prompts` the token ids before truncation.
+        prompts, and `whole_prompts` those before truncation.
         """
         texts = []
         for i, tokens in enumerate(prompts):
@@ -407,7 +406,7 @@ class RequestParser:
         return options
 
     def _read_bad_words(self, words: list[str]) -> _BadWords:
-        """Split bad_words into words of a single token and words of several tokens.
+        """Split the field bad_words into words of one token and words of several tokens.
 
         White space at the beginning of a word is removed.
         """

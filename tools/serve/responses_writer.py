@@ -132,10 +132,10 @@ class ResponsesWriter:
     def _parts(self, event: Event) -> list[tuple[str, Any, list[dict[str, Any]]]]:
         """Return the new parts of the output in order, as tuples (kind, part, log probabilities).
 
-        The output is parsed into chunks of a chat completion first. A chunk with both content and a
-        call would not show which of them comes first. If the model may call tools, the text is
-        therefore parsed character by character, so that no chunk has both. Consecutive parts of the
-        same item are then joined.
+        The output is first parsed into chunks of a chat completion. The order of content and call
+        within one chunk would be unknown. If the model may call tools, the text is therefore parsed
+        character by character, so that no chunk has both. Consecutive parts of the same output item
+        are joined afterwards.
         """
         pieces = [event]
         if self._api_request.body.chosen_tools.functions and event.text:
@@ -187,10 +187,10 @@ class ResponsesWriter:
         yield self._event("response.output_item.added", output_index=index, item=item)
 
     def _add_text(self, kind: str, text: str, tokens: list[dict[str, Any]]) -> Iterator[str]:
-        """Add text to the current item, and yield its events. `kind` is "message" or "reasoning".
+        """Add text to the current output item, "message" or "reasoning", and yield its events.
 
-        If the current item is of another kind, begin a new item. `tokens` are the log probabilities
-        of a message's tokens.
+        If the current item is not of the kind `kind`, begin a new item. `tokens` are the log
+        probabilities of a message's tokens.
         """
         is_message = kind == "message"
         if not self._is_open(kind):
@@ -286,9 +286,10 @@ def _join(
 ) -> None:
     """Append `part` to `parts`, or join it with the last part if they belong together.
 
-    The entries of `parts` are (kind, part, log probabilities of the tokens). With the kinds
-    "content" and "reasoning", a part is a text; texts of the same kind are joined. With the kind
-    "call", a part is a tool call or more of its arguments; parts with the same index are joined.
+    An entry of `parts` is (kind, part, log probabilities of its tokens). With the kinds "content"
+    and "reasoning", a part is a text; texts of the same kind are joined. With the kind "call", a
+    part is a tool call or a continuation of its arguments; parts with the same call index are
+    joined.
     """
     last: tuple[str, Any, list[dict[str, Any]]] = parts[-1] if parts else ("", "", [])
     last_kind, last_part, last_tokens = last

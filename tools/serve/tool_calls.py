@@ -72,7 +72,7 @@ def choose_tools(definitions: Sequence[dict[str, Any]], choice: Any, parallel: b
 
 
 def _named_function(functions: Mapping[str, dict[str, Any]], tool: Any) -> dict[str, Any]:
-    """Return the definition of the function that `tool`, a part of ``tool_choice``, names.
+    """Return the definition of the function that `tool`, an entry of ``tool_choice``, names.
 
     `functions` maps the names of the functions in ``tools`` to their definitions.
     """

@@ -220,9 +220,9 @@ class Trace:
 
 
 class _Place(NamedTuple):
-    """Where a node is: in the body or child graph named `body`, "" for the graph itself.
+    """Where a node is: in the graph itself (`body` is "") or in the body or child graph `body`.
 
-    `outermost` is the index of the node of the graph that is or contains the node.
+    `outermost` is the index of the graph's own node that is or contains the node.
     """
 
     node: Node

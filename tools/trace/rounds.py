@@ -103,9 +103,9 @@ def _add_parts(
 ) -> None:
     """Add the parts of a completed replay to a trace.
 
-    A part is a section of the round, such as verification, or a wait. `stamps` has the device times
-    at which the parts began and ended. A time is 0 if no kernel wrote it. `offset_ns` converts
-    device times to the host's clock. `replay` is the number of the replay in the trace.
+    A part is a section of the round, such as verification, or a wait. `stamps` are the device times
+    at which the parts begin and end; a time is 0 if no kernel wrote it. `offset_ns` converts device
+    times to the host's clock. `replay` is the number of the replay in the trace.
     """
     for part, start, end in zip(flight.graph.timed, stamps, stamps[1:], strict=False):
         if start == 0 or end == 0:

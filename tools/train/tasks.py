@@ -161,7 +161,7 @@ def corpus_documents(path: Path) -> list[Any]:
 
 
 def _infer_schema(rng: random.Random, value: Any) -> tuple[dict[str, Any], Any]:
-    """Return a schema that is inferred from `value`, and the minimal instance of the schema.
+    """Return a JSON schema for values like `value`, and the minimal instance of the schema.
 
     The first element of a list determines the schema of all its elements.
     """

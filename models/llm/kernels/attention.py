@@ -214,7 +214,7 @@ class Attention:
     ) -> None:
         """Launch attention for `count` rows without tensor cores and without splitting the keys.
 
-        `args` are the first arguments of the kernel.
+        One block computes all keys of a row. `args` are the first arguments of the kernel.
         """
         defines = {"CACHE": STORAGE[kv.dtype], "HEAD_DIM": kv.head_dim}
         if self._loader.is_thread:
@@ -253,7 +253,7 @@ class Attention:
         lane.kernel(kernel, grid, _WARP_BLOCK, args, shared=shared, name="attention")
 
     def _query_tiles(self, rows_per_slot: int, kv: PagedKV) -> int:
-        """Return the number of query tiles that share keys and values.
+        """Return the number of query tiles (groups of 16 queries) for which a warp loads keys once.
 
         It is 1 if a slot has few rows, or if the GPU has too little shared memory for more.
         """

@@ -348,18 +348,12 @@ class Products:
         store_args: tuple[object, ...] = NO_KV_WRITE,
         store_types: dict[str, object] | None = None,
     ) -> None:
-        """Launch a tensor-core product with the epilogue that the arguments select.
+        """Launch a tensor-core product with the epilogue (code that stores its results) asked for.
 
-        Parameters
-        ----------
-        args
-            Result of `_common_args`.
-        norm
-            Folded norm that the epilogue writes; None for none.
-        gated
-            Whether the epilogue computes silu(gate) * up.
-        store_args, store_types
-            Arguments and macros of an epilogue that applies RoPE and writes the KV cache.
+        `args` is the result of `_common_args`. `norm` is a folded norm whose inputs the epilogue
+        writes, or None. If `gated`, the epilogue computes silu(gate) * up. `store_args` and
+        `store_types` are the arguments and macros of an epilogue that applies RoPE and writes the
+        KV cache.
         """
         defines: dict[str, object] = {
             "SPLIT_X": int(self._splits_activations),
@@ -391,10 +385,10 @@ class Products:
         lane.kernel(kernel, shape.grid, block, args, shared=shape.shared, name=name)
 
     def _zeroed_workspace(self, dtype: str, size: int) -> DeviceArray | None:
-        """Return workspace of at least `size` elements, or None if `size` is 0.
+        """Return workspace of at least `size` elements for split-K kernels, or None if `size` is 0.
 
-        All calls share the workspace. It is zeroed only when it is allocated: partial sums are
-        written before they are read, and the kernels reset their counters to zero.
+        All calls share the workspace. It is zeroed only when it is allocated, because the kernels
+        write partial sums before they read them, and reset their counters to zero.
         """
         if size == 0:
             return None

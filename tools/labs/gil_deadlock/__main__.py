@@ -189,9 +189,9 @@ def run_case(case: Case, soft: bool = True) -> Result:
 
 
 def _child_environment(case: Case, soft: bool, edges: Path) -> dict[str, str]:
-    """Return the environment of a child process.
+    """Return the environment of a child process that runs `case`.
 
-    The lock-order detector writes its report to the file `edges`.
+    The lock-order detector in the child writes its report to the file `edges`.
     """
     environment = {
         **os.environ,

@@ -146,10 +146,9 @@ def _check(api: str, status: int) -> None:
 
 @dataclass(frozen=True)
 class _Stream:
-    """Handle of a blocking stream.
+    """Handle of a blocking stream, which synchronizes with the legacy default stream.
 
-    A blocking stream synchronizes with the legacy default stream. CUDA creates blocking streams by
-    default, but graft creates non-blocking ones.
+    CUDA creates blocking streams by default, but graft creates non-blocking ones.
     """
 
     handle: int

@@ -72,11 +72,11 @@ class ToolCallParser:
         return content, deltas
 
     def _parse(self) -> Steps[None]:
-        """Yield the content and the calls of the output as events.
+        """Yield the content and the tool calls of the output as events.
 
         If the output ends before the arguments of a call begin, the text of the call is content, or
-        omitted if calls are required. If the output ends after the arguments, the incomplete text
-        after the arguments is omitted.
+        is omitted if calls are required. If the output ends after the arguments, incomplete text
+        after them is omitted.
         """
         source = self._source
         is_omitted = self._tools.required

@@ -139,10 +139,10 @@ def _value(parameter: Parameter) -> Format:
 
 
 def _listed_texts(schema: Mapping[str, Any]) -> list[str]:
-    """Return the Python literals of the strings, booleans and nulls in ``enum`` or ``const``.
+    """Return the strings, booleans and nulls in ``enum`` or ``const`` as Python literals.
 
-    Strings that would need escapes in a Python literal are left out. `_value` also allows all
-    values of the schema as JSON, so these strings can be written as JSON.
+    Strings that would need escapes in a Python literal are left out. `_value` also allows every
+    value of the schema as JSON, so the model can write these strings as JSON.
     """
     keywords = constraints(schema)
     keyword = "const" if "const" in keywords else "enum"

@@ -82,9 +82,9 @@ def _value_begin(parameter: Parameter) -> str:
 
 
 def _is_text(parameter: Parameter) -> bool:
-    """Return whether the schema allows all strings, and no other values except possibly null.
+    """Return whether a parameter's schema allows all strings, and no other value but possibly null.
 
-    Any text is then a valid value. If null is allowed, the text ``null`` stands for null.
+    Any text is then a valid value. If null is allowed, the text ``null`` means null.
     """
     types = parameter.alternatives
     texts = [one for one in types if is_plain(one, "string")]
@@ -92,10 +92,10 @@ def _is_text(parameter: Parameter) -> bool:
 
 
 def _texts(parameter: Parameter) -> list[str] | None:
-    """Return the texts of an enumeration of strings, which are written without quotes.
+    """Return the strings that a parameter's ``enum`` lists, which are written without quotes.
 
-    The result is None if the schema is not an enumeration of strings, or if one of the texts
-    contains the tag that ends a value.
+    Return None if the schema is not an enumeration of strings, or if one of them contains the tag
+    that ends a value.
     """
     texts = parameter.texts
     return None if texts is None or any(_VALUE_END in text for text in texts) else texts
