@@ -23,6 +23,7 @@ __all__ = [
     "check_backend",
     "resolve_for_backend",
     "resolve_spec",
+    "strict_schema",
     "without_partial_hint",
 ]
 
@@ -201,10 +202,8 @@ def _resolve_schema(
         if name == "xgrammar":
             check_schema(value)
             return _resolve_for_xgrammar(value, options, raw)
-        # additionalProperties=false in one schema of an allOf would forbid the properties that only
-        # the other schemas define.
-        if options.strict and not _contains_text(value, "allOf"):
-            value = _close_objects(value)
+        if options.strict:
+            value = strict_schema(value)
         found = route(
             value,
             key_order=options.key_order,
@@ -220,6 +219,13 @@ def _resolve_schema(
     if options.key_order == "any" and found.ordered:
         raise GrammarError(f"JSON schema: {found.ordered[0]}")
     return _ResolvedSchema(found.schema, not found.exact, found.text, found.rules)
+
+
+def strict_schema(schema: Any) -> Any:
+    """Return the schema that is enforced for a parsed JSON schema with ``strict=True``."""
+    # additionalProperties=false in one schema of an allOf would forbid the properties that only the
+    # other schemas define.
+    return schema if _contains_text(schema, "allOf") else _close_objects(schema)
 
 
 def _contains_text(value: Any, text: str) -> bool:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tokenizers
 
 from graft.cudagraph.errors import OptionError
-from graft.tools.bench import grammar, grammar_data
+from graft.tools.bench import grammar, grammar_child, grammar_data
 
 pytest.importorskip("llguidance")
 
@@ -45,6 +45,12 @@ ROWS: list[dict[str, Any]] = [
         "invalid": ["x"],
     },
     {"id": "no instances", "schema": True, "valid": [], "invalid": []},
+    {
+        "id": "leap second",
+        "schema": {"type": "string", "format": "time"},
+        "valid": ["23:59:60Z"],
+        "invalid": [],
+    },
 ]
 
 
@@ -69,27 +75,65 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_grammar_bench_reports_verdicts_as_table_and_json(folder, tmp_path, capsys):
+def test_grammar_bench_reports_times_and_statuses(folder, tmp_path, capsys):
     report = tmp_path / "out.json"
     arguments = [str(folder), "--tokenizer", str(folder / "tokenizer.json")]
-    arguments += ["--subjects", "llguidance", "auto", "--key-order", "any", "--json", str(report)]
+    arguments += ["--subjects", "llguidance", "graft", "--json", str(report)]
     assert grammar.main(arguments) == 0
     results = json.loads(report.read_text())
-    assert results["schemas"] == 5
-    auto = results["subjects"]["auto"]
-    verdicts = ("correct", "flagged", "refused", "overconstrained", "underconstrained")
-    assert [auto[verdict] for verdict in verdicts] == [3, 1, 1, 0, 0]
-    assert auto["invalid_accepted"] == 0
-    assert auto["invalid"] == 4
-    assert auto["fills"] >= len('{"a": 1}')
-    assert auto["fill_us"]["max"] >= auto["fill_us"]["p50"]
-    llguidance = results["subjects"]["llguidance"]
-    assert [llguidance[name] for name in ("correct", "overconstrained", "refused")] == [2, 1, 2]
-    assert {row["id"]: row["verdict"] for row in results["incorrect"]} == {
-        "partial": "flagged",
-        "unsatisfiable": "refused",
-    }
-    assert "auto" in capsys.readouterr().out
+    graft = results["statuses"]["graft"]
+    assert [graft[status] for status in grammar.STATUSES] == [3, 1, 2, 0, 0, 0, 0]
+    assert graft["reordered"] == 1
+    llguidance = results["statuses"]["llguidance"]
+    assert [llguidance[status] for status in ("right", "refused", "wrong")] == [4, 2, 0]
+    for found in results["times"]["with an automaton"].values():
+        assert found["schemas"] == 4
+        assert found["later_us"].keys() == {"mean", "p50", "p99"}
+        assert found["compile_ms"]["p50"] > 0
+    assert "with an automaton" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "statuses"),
+    [
+        ((), ["right", "right", "right", "refused", "refused", "untested", "narrowed"]),
+        (("--strict",), ["right"] * 3 + ["refused", "refused", "untested", "narrowed"]),
+        (("--key-order", "any"), ["right"] * 3 + ["refused", "refused", "untested", "narrowed"]),
+    ],
+)
+def test_grammar_bench_writes_status_of_each_schema(folder, tmp_path, options, statuses):
+    file = tmp_path / "statuses.jsonl"
+    assert grammar.main([str(folder), "--statuses", str(file), *options]) == 0
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["id"] for line in lines] == [row["id"] for row in ROWS]
+    assert [line["status"] for line in lines] == statuses
+    assert "uniqueItems" in lines[3]["cause"]
+    assert lines[1]["table_bytes"] > 0
+    assert lines[2]["reordered"] == (options != ("--key-order", "any"))
+
+
+@pytest.mark.parametrize(
+    ("valid", "invalid", "status", "cause"),
+    [
+        ([{"a": 1.0}], [{"a": 0.5}], "right", ""),
+        ([{"a": 1}], [{"a": 2}], "wrong", "accepts invalid[0]"),
+        ([{"a": 1}, {"a": "x"}], [], "right", ""),  # jsonschema contradicts the label
+        ([{"a": 1, "b": 1}], [], "right", ""),  # strict=True excludes the value
+    ],
+)
+def test_grammar_bench_status_follows_from_instances(valid, invalid, status, cause):
+    row = ROWS[0] | {"valid": valid, "invalid": invalid}
+    graft = grammar_child.Graft(grammar_data.byte_vocabulary(), strict=True)
+    answer = grammar_child.evaluate_schema(
+        graft, row, grammar_child.encode_bytes, list(range(256)), False
+    )
+    assert (answer["status"], answer["cause"]) == (status, cause)
+
+
+def test_grammar_bench_skips_missing_packages(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert grammar._usable_subjects(["xgrammar", "graft"]) == ["graft"]
+    assert capsys.readouterr().err == "xgrammar is not installed: skipped\n"
 
 
 def test_grammar_bench_timeout_affects_one_schema(folder):
@@ -97,34 +141,16 @@ def test_grammar_bench_timeout_affects_one_schema(folder):
     subject = grammar.Subject("llguidance", folder / "tokenizer.json")
     slow = {"schema": {"type": "string"}, "valid": ["x" * 2_000_000], "invalid": []}
     try:
-        assert subject.evaluate(slow, 0.01)["outcome"] == "timeout"
-        assert grammar.verdict(subject.evaluate({**ROWS[0]}, 60)) == "correct"
+        assert subject.evaluate(slow, 0.01)["status"] == "time"
+        assert subject.evaluate({**ROWS[0]}, 60)["status"] == "right"
     finally:
         subject.close()
 
 
-@pytest.mark.parametrize(
-    ("change", "verdict"),
-    [
-        ({}, "overconstrained"),
-        ({"declared": 1}, "flagged"),
-        ({"valid": [True]}, "correct"),
-        ({"valid": [False] * 2, "declared": 1}, "overconstrained"),
-        ({"invalid": [True]}, "underconstrained"),
-        ({"invalid": [True], "declared": 1}, "underconstrained"),
-        ({"outcome": "crash"}, "crash"),
-        ({"invalid": [True], "partial": True}, "flagged"),
-    ],
-)
-def test_grammar_bench_verdict(change, verdict):
-    answer = {"outcome": "compiled", "partial": False, "valid": [True, False], "invalid": [False]}
-    assert grammar.verdict(answer | change) == verdict
-
-
-def test_grammar_bench_quantiles():
-    values = np.arange(1, 1002, dtype=float)
-    assert grammar.quantiles(values) == {"p50": 501.0, "p99": 991.0, "p99.9": 1000.0, "max": 1001.0}
-    assert grammar.summary([])["correct_percent"] == 0
+def test_grammar_bench_statistics():
+    values = list(range(1, 1002))
+    assert grammar.statistics(values) == {"mean": 501.0, "p50": 501.0, "p99": 991.0}
+    assert grammar.statistics([]) == {}
 
 
 @pytest.mark.parametrize(
@@ -157,7 +183,10 @@ def test_load_tokenizer_rejects_missing_end_token(tmp_path, special, stop_token,
         grammar_data.load_tokenizer(tmp_path / "t.json", stop_token)
 
 
-def test_read_schemas_skips_rows_without_instances_before_counting(tmp_path):
-    rows = [{"id": i, "schema": True, "valid": [1] * (i % 2), "invalid": []} for i in range(12)]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert [row["id"] for row in grammar_data.read_schemas(tmp_path, 2)] == [1, 5, 9]
+def test_read_schemas_declares_draft_of_test_suite(tmp_path):
+    (tmp_path / "draft7.jsonl").write_text('{"schema": {"type": "null"}}\n\n{"schema": true}\n')
+    (tmp_path / "rows.jsonl").write_text('{"schema": {}}\n')
+    schemas = [row["schema"] for row in grammar_data.read_schemas(tmp_path)]
+    declared = {"$schema": "http://json-schema.org/draft-07/schema#", "type": "null"}
+    assert schemas == [declared, True, {}]
+    assert len(grammar_data.read_schemas(tmp_path / "rows.jsonl")) == 1

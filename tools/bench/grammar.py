@@ -1,45 +1,54 @@
-"""Benchmark of grammar backends on JSON schemas: coverage, correctness, compile and mask times.
+"""Benchmark of grammar backends on JSON schemas: status of each schema, compile and mask times.
 
     python -m graft.tools.bench.grammar ../shared/data/maskbench \\
-        --tokenizer ../shared/data/tokenizers/deepseek-128k.json.gz --every 10
+        --tokenizer ../shared/data/tokenizers/deepseek-128k.json.gz
+    python -m graft.tools.bench.grammar ../shared/data/maskbench --statuses statuses.jsonl
 
 The input is a folder of JSON schemas, each with instances that are labelled valid or invalid. A
 subject is an implementation of constrained decoding that the benchmark evaluates. The subject
-``auto`` is graft, whose router rewrites each schema into a form that LLGuidance enforces. The other
-subjects are the Python APIs of LLGuidance and XGrammar. Each schema is evaluated with all subjects
-before the next one. It is compiled in a child process with a time limit, so that a crash or a hang
-affects only that schema.
+``graft`` is graft's LLGuidance backend, whose router rewrites each schema and which runs automata.
+The other subjects are the Python APIs of LLGuidance and XGrammar. Each schema is evaluated with all
+subjects before the next one. It is compiled in a child process with a time limit, so that a crash
+or a hang affects only that schema.
 
 To match an instance, the benchmark feeds the tokens of its ``json.dumps`` text to a grammar
-matcher. The keys have the order of the input file. The verdict on a schema is one of:
+matcher. If the text is rejected, other orders of its keys are tried, and whole numbers are written
+as integers. The status of a schema is one of:
 
-correct
+right
     All valid instances are accepted, and all invalid ones are rejected.
-flagged
-    Some results are wrong, but graft's router declared this in advance. There are two cases. The
-    router declared that the grammar does not enforce all of the schema. Or no invalid instance is
-    accepted, and `Route.narrowed` or `Route.spelling` declares that the rejected valid ones are
-    excluded.
+narrowed
+    As "right", except that graft's router has named valid values that are never generated
+    (`Route.narrowed`), and a valid instance is rejected.
 refused
     The schema does not compile.
-overconstrained
-    A valid instance is rejected.
-underconstrained
-    An invalid instance is accepted.
-timeout, crash
+wrong
+    An invalid instance is accepted, or a valid one is rejected. With ``--strict``, graft may reject
+    instances that jsonschema rejects for the schema without additional properties.
+untested
+    The schema compiles and has no instances.
+time, crash
     The child process exceeded the time limit or died.
+
+With ``--statuses``, the benchmark evaluates graft only and measures no times. Without it, the
+benchmark measures a random sample of the schemas with instances. Times are processor times. The
+table of times contains the schemas that all subjects compile.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
+import importlib.util
+import json
 import os
 import platform
+import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from tqdm import tqdm
@@ -51,48 +60,51 @@ from graft.tools.bench.grammar_data import load_tokenizer, read_schemas
 from graft.tools.bench.harness import finish, make_parser, number_from
 from graft.tools.console import program, table
 
-QUANTILES = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
 #: Memory limit of a child process in bytes.
 MEMORY_BYTES = 16 << 30
 CHILD_MODULE = "graft.tools.bench.grammar_child"
-VERDICTS = (
-    "correct",
-    "flagged",
-    "refused",
-    "overconstrained",
-    "underconstrained",
-    "timeout",
-    "crash",
-)
+STATUSES = ("right", "narrowed", "refused", "wrong", "untested", "time", "crash")
+#: Number of schemas whose times are measured by default.
+DEFAULT_SAMPLE = 200
+#: Keys of an answer that ``--statuses`` writes.
+_STATUS_KEYS = ("status", "cause", "reordered", "table_bytes", "table_cause")
 
 
 class Subject:
     """Child process that evaluates schemas with one implementation.
 
-    `name` is a key of `SUBJECTS`. If the process dies, the next call of `evaluate` restarts it.
+    `name` is a key of `SUBJECTS`. Without a tokenizer, tokens are single bytes. `options` are those
+    of `grammar_child.Graft`. If the process dies, the next call of `evaluate` restarts it.
     """
 
     def __init__(
-        self, name: str, tokenizer: Path, stop_token: str | None = None, key_order: str = "schema"
+        self,
+        name: str,
+        tokenizer: Path | None = None,
+        stop_token: str | None = None,
+        options: dict[str, Any] | None = None,
     ):
         self._child = ChildProcess(MEMORY_BYTES)
-        arguments = (name, str(tokenizer), stop_token, key_order)
-        self._setup = Setup(name, f"{CHILD_MODULE}:prepare", arguments)
+        path = None if tokenizer is None else str(tokenizer)
+        self._setup = Setup(
+            name, f"{CHILD_MODULE}:prepare", (name, path, stop_token, options or {})
+        )
         self._child.call(Call("builtins:bool", (), self._setup))
 
-    def evaluate(self, row: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    def evaluate(self, row: dict[str, Any], timeout_s: float, timed: bool = True) -> dict[str, Any]:
         """Evaluate a row (a schema with its instances) in the child process.
 
         Return the result of `grammar_child.evaluate_schema`. If the process exceeded the time limit
-        or died, the result has only ``outcome``, which is "timeout" or "crash", and ``why``.
+        or died, the result has only ``status``, which is "time" or "crash", and ``cause``.
         """
-        call = Call(f"{CHILD_MODULE}:answer", (row,), self._setup)
+        task = {key: row[key] for key in ("schema", "valid", "invalid")}
         try:
+            call = Call(f"{CHILD_MODULE}:answer", (task, timed), self._setup)
             answer: dict[str, Any] = self._child.call(call, timeout_s)
             return answer
         except (Refusal, ChildLost) as error:
-            outcome = "timeout" if isinstance(error, ChildTimeout) else "crash"
-            return {"outcome": outcome, "why": str(error)[:300]}
+            status = "time" if isinstance(error, ChildTimeout) else "crash"
+            return {"status": status, "cause": str(error)[:300]}
 
     def close(self) -> None:
         """Terminate the child process."""
@@ -102,90 +114,92 @@ class Subject:
 # Statistics ---------------------------------------------------------------------------------------
 
 
-def verdict(answer: dict[str, Any]) -> str:
-    """Return the verdict on a schema (one of `VERDICTS`).
-
-    `answer` is what `Subject.evaluate` returned for the schema and its instances.
-    """
-    if answer["outcome"] != "compiled":
-        return str(answer["outcome"])
-    if answer["partial"]:
-        return "flagged"
-    if any(answer["invalid"]):
-        return "underconstrained"
-    rejected = answer["valid"].count(False)
-    if not rejected:
-        return "correct"
-    return "flagged" if answer.get("declared") == rejected else "overconstrained"
-
-
-def quantiles(values: np.ndarray) -> dict[str, float]:
-    """Return median, p99, p99.9 and maximum, or an empty dict if there are no values."""
+def statistics(values: Sequence[float]) -> dict[str, float]:
+    """Return mean, median and p99, or an empty dict if there are no values."""
     if not len(values):
         return {}
-    found = {}
-    for name, q in QUANTILES.items():
-        value = float(np.quantile(values, q))
-        found[name] = round(value, 4)
-    return found
+    p50, p99 = np.quantile(values, (0.5, 0.99))
+    found = {"mean": float(np.mean(values)), "p50": float(p50), "p99": float(p99)}
+    return {name: round(value, 4) for name, value in found.items()}
 
 
-def summary(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Summarize one subject's results: counts of verdicts and instances, quantiles of times.
+def _keyword(cause: str) -> str:
+    """Return the keyword of a reason of graft's router, or the begin of another message."""
+    reason = cause.removeprefix("JSON schema: ").removeprefix("cannot be enforced: ")
+    words = reason.replace(":", " ").split()
+    return words[1] if words and words[0].startswith("#") and len(words) > 1 else reason[:60]
 
-    The counts of instances exclude schemas of which the grammar enforces only a part.
-    """
-    verdicts = collections.Counter(map(verdict, answers))
-    compiled = [answer for answer in answers if answer["outcome"] == "compiled"]
-    exact = [answer for answer in compiled if not answer["partial"]]
-    causes = collections.Counter(
-        answer.get("keyword") or answer["why"][:60]
-        for answer in answers
-        if verdict(answer) in ("refused", "flagged")
-    )
-    result: dict[str, Any] = {"schemas": len(answers), "compiled": len(compiled)}
-    for name in VERDICTS:
-        result[name] = verdicts[name]
-    correct_percent = 100 * verdicts["correct"] / max(1, len(answers))
-    result["correct_percent"] = round(correct_percent, 2)
-    for label in ("valid", "invalid"):
-        result[f"{label}_accepted"] = sum(answer[label].count(True) for answer in exact)
-        result[label] = sum(len(answer[label]) for answer in exact)
-    fills = [np.asarray(answer["fill_ns"], float) for answer in compiled]
-    compile_s = np.asarray([answer["compile_s"] for answer in compiled])
-    result["compile_ms"] = quantiles(compile_s * 1e3)
-    result["fill_us"] = quantiles(np.concatenate([*fills, np.zeros(0)]) / 1e3)
-    result["fills"] = sum(map(len, fills))
-    result["causes"] = dict(causes.most_common())
+
+def status_summary(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Summarize statuses: numbers of schemas by status and by cause, and numbers of automata."""
+    counts = collections.Counter(answer["status"] for answer in answers)
+    result: dict[str, Any] = {"schemas": len(answers)}
+    result |= {status: counts[status] for status in STATUSES}
+    result["reordered"] = sum(answer.get("reordered", False) for answer in answers)
+    refused = [answer["cause"] for answer in answers if answer["status"] == "refused"]
+    result["refused_for"] = dict(collections.Counter(map(_keyword, refused)).most_common())
+    sizes = [answer["table_bytes"] for answer in answers if answer.get("table_bytes") is not None]
+    result["tables"] = len(sizes)
+    result["table_bytes"] = statistics(sizes)
+    no_table = [answer["table_cause"][:60] for answer in answers if answer.get("table_cause")]
+    result["no_table_for"] = dict(collections.Counter(no_table).most_common())
     return result
 
 
-def _format_quantiles(values: dict[str, float]) -> str:
-    """Return quantiles separated by slashes, or a dash if there are none."""
-    if not values:
-        return "-"
-    return "/".join(f"{values[name]:.3g}" for name in QUANTILES)
+def time_summary(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Summarize the times and the memory of compiled schemas."""
+    result: dict[str, Any] = {"schemas": len(answers)}
+    for name in ("first_us", "later_us"):
+        result[name] = statistics([us for answer in answers for us in answer[name]])
+    for name in ("compile_ms", "kilobytes"):
+        result[name] = statistics([answer[name] for answer in answers])
+    return result
 
 
-def summary_table(summaries: dict[str, dict[str, Any]]) -> str:
-    """Return a table with one line per subject (evaluated implementation)."""
-    heading = (
-        "valid accepted|invalid accepted|compile ms p50/p99/p99.9/max|fill us p50/p99/p99.9/max"
-    )
-    rows = [["subject", *VERDICTS, *heading.split("|")]]
-    for name, figures in summaries.items():
-        times = [_format_quantiles(figures[key]) for key in ("compile_ms", "fill_us")]
-        rows.append(
-            [
-                name,
-                f"{figures['correct_percent']:.2f} %",
-                *(str(figures[verdict]) for verdict in VERDICTS[1:]),
-                f"{figures['valid_accepted']}/{figures['valid']}",
-                f"{figures['invalid_accepted']}/{figures['invalid']}",
-                *times,
-            ]
-        )
+def compared_times(answers: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Summarize the times of the schemas that all subjects compile.
+
+    If graft is a subject, the schemas with an automaton are summarized, too.
+    """
+    compiled = [row for row in zip(*answers.values(), strict=True) if _all_compiled(row)]
+    groups = {"all": compiled}
+    if "graft" in answers:
+        place = list(answers).index("graft")
+        with_table = [row for row in compiled if row[place]["table_bytes"] is not None]
+        groups["with an automaton"] = with_table
+    return {
+        group: {
+            name: time_summary([row[place] for row in rows]) for place, name in enumerate(answers)
+        }
+        for group, rows in groups.items()
+    }
+
+
+def _all_compiled(answers: Sequence[dict[str, Any]]) -> bool:
+    return all(answer["status"] not in ("refused", "time", "crash") for answer in answers)
+
+
+def status_table(summaries: dict[str, dict[str, Any]]) -> str:
+    """Return a table with one line per subject: percentages of statuses, and of automata."""
+    rows = [["subject", "schemas", *STATUSES, "automaton"]]
+    for name, found in summaries.items():
+        total = max(1, found["schemas"])
+        shares = [f"{100 * found[key] / total:.1f} %" for key in (*STATUSES, "tables")]
+        rows.append([name, str(found["schemas"]), *shares])
     return table(rows)
+
+
+def time_table(times: dict[str, Any]) -> str:
+    """Return a table of the result of `compared_times`."""
+    rows = [["schemas", "subject", "first mask us", "later mask us", "compile ms", "kB"]]
+    for group, subjects in times.items():
+        for name, found in subjects.items():
+            cells = [
+                "/".join(f"{value:.3g}" for value in found[key].values()) or "-"
+                for key in ("first_us", "later_us", "compile_ms", "kilobytes")
+            ]
+            rows.append([f"{found['schemas']} {group}", name, *cells])
+    return table(rows, left=2) + "\n(mean/p50/p99; us, ms: processor time)"
 
 
 # Program ------------------------------------------------------------------------------------------
@@ -194,84 +208,116 @@ def summary_table(summaries: dict[str, dict[str, Any]]) -> str:
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = make_parser("graft.tools.bench.grammar", __doc__)
-    parser.add_argument("folder", type=Path, help="folder with .jsonl or .jsonl.gz files")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json(.gz)")
+    parser.add_argument("folder", type=Path, help="folder with .jsonl(.gz) files, or such a file")
+    parser.add_argument(
+        "--tokenizer", type=Path, help="tokenizer.json(.gz); optional with --statuses"
+    )
     parser.add_argument("--stop-token", help="end token (default: detected by its name)")
     parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
     parser.add_argument(
-        "--every", type=number_from(1), default=1, help="use every N-th schema of each file"
+        "--statuses",
+        type=Path,
+        metavar="FILE",
+        help="write the status of every schema with graft to a .jsonl file, and measure no times",
     )
-    parser.add_argument("--timeout", type=float, default=20.0, help="seconds per schema")
     parser.add_argument(
-        "--key-order", default="schema", choices=("schema", "any"), help="key order of auto"
+        "--schemas",
+        type=number_from(1),
+        help=f"use a random sample of this size (default: {DEFAULT_SAMPLE}; all with --statuses)",
     )
-    return parser.parse_args(arguments)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample (default 0)")
+    parser.add_argument("--timeout", type=float, default=20.0, help="seconds per schema")
+    parser.add_argument("--strict", action="store_true", help="option strict=True of graft")
+    parser.add_argument(
+        "--key-order", default="schema", choices=("schema", "any"), help="option key_order of graft"
+    )
+    options = parser.parse_args(arguments)
+    if options.statuses is None and options.tokenizer is None:
+        parser.error("--tokenizer is required without --statuses")
+    return options
+
+
+def _usable_subjects(names: Sequence[str]) -> list[str]:
+    """Return the subjects whose package is installed, and report the others."""
+    usable = []
+    for name in names:
+        if name == "graft" or importlib.util.find_spec(name) is not None:
+            usable.append(name)
+        else:
+            print(f"{name} is not installed: skipped", file=sys.stderr)
+    return usable
 
 
 def run(
-    rows: Sequence[dict[str, Any]], subjects: dict[str, Subject], timeout_s: float
+    rows: Sequence[dict[str, Any]],
+    subjects: dict[str, Subject],
+    timeout_s: float,
+    statuses: TextIO | None,
 ) -> dict[str, list[dict[str, Any]]]:
     """Evaluate all schemas with all subjects, and terminate the subjects' child processes.
 
-    `timeout_s` is the time limit of an evaluation. Return a map from the name of each subject to
-    its results, in the order of the rows.
+    `timeout_s` is the time limit of an evaluation. If `statuses` is None, times are measured.
+    Otherwise, a line with the status of each schema is written to it. Return a map from the name of
+    each subject to its results, in the order of the rows.
     """
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in subjects}
     try:
         for row in tqdm(rows, unit="schema", disable=None):
-            task = {key: row[key] for key in ("schema", "valid", "invalid")}
             for name, subject in subjects.items():
-                answers[name].append(subject.evaluate(task, timeout_s))
+                answer = subject.evaluate(row, timeout_s, statuses is None)
+                answers[name].append(answer)
+                if statuses is not None:
+                    line = {"id": row["id"], **{key: answer.get(key) for key in _STATUS_KEYS}}
+                    statuses.write(json.dumps(line) + "\n")
+                    statuses.flush()
     finally:
         for subject in subjects.values():
             subject.close()
     return answers
 
 
-def make_report(
-    options: argparse.Namespace,
-    rows: Sequence[dict[str, Any]],
-    answers: dict[str, list[dict[str, Any]]],
-) -> dict[str, Any]:
-    """Return the content of the JSON file. `answers` is the result of `run`."""
-    incorrect = []
-    for row, answer in zip(rows, answers.get("auto", ()), strict=False):
-        if verdict(answer) != "correct":
-            incorrect.append(
-                {
-                    "id": row["id"],
-                    "verdict": verdict(answer),
-                    "keyword": answer.get("keyword", ""),
-                    "why": answer["why"][:160],
-                }
-            )
-    return {
-        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}, no GPU involved",
-        "folder": options.folder.name,
-        "tokenizer": options.tokenizer.name,
-        "schemas": len(rows),
-        "every": options.every,
-        "key_order": options.key_order,
-        "load": os.getloadavg(),
-        "subjects": {name: summary(found) for name, found in answers.items()},
-        "incorrect": incorrect,
-    }
-
-
 @program
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     options = parse_options(arguments)
-    rows = list(read_schemas(options.folder, options.every))
-    # Load the tokenizer here too, so that an unusable file is reported before a child starts.
-    load_tokenizer(options.tokenizer, options.stop_token)
+    timed = options.statuses is None
+    rows = read_schemas(options.folder)
+    names = ["graft"]
+    count = options.schemas or len(rows)
+    if timed:
+        rows = [row for row in rows if row["valid"] or row["invalid"]]
+        names = _usable_subjects(options.subjects)
+        count = options.schemas or DEFAULT_SAMPLE
+    if count < len(rows):
+        rows = random.Random(options.seed).sample(rows, count)
+    if options.tokenizer is not None:
+        # Load the tokenizer here too, so that an unusable file is reported before a child starts.
+        load_tokenizer(options.tokenizer, options.stop_token)
+    choices = {"strict": options.strict, "key_order": options.key_order}
     subjects = {
-        name: Subject(name, options.tokenizer, options.stop_token, options.key_order)
-        for name in options.subjects
+        name: Subject(name, options.tokenizer, options.stop_token, choices) for name in names
     }
-    answers = run(rows, subjects, options.timeout)
-    report = make_report(options, rows, answers)
-    finish(options, report, summary_table(report["subjects"]))
+    with contextlib.ExitStack() as stack:
+        file = None
+        if not timed:
+            options.statuses.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(options.statuses.open("w", encoding="utf-8"))
+        answers = run(rows, subjects, options.timeout, file)
+    statuses = {name: status_summary(found) for name, found in answers.items()}
+    results: dict[str, Any] = {
+        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}, no GPU involved",
+        "folder": options.folder.name,
+        "tokenizer": options.tokenizer and options.tokenizer.name,
+        "seed": options.seed,
+        **choices,
+        "load": os.getloadavg(),
+        "statuses": statuses,
+    }
+    report = status_table(statuses)
+    if timed:
+        results["times"] = compared_times(answers)
+        report += "\n\n" + time_table(results["times"])
+    finish(options, results, report)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,38 @@
 """Grammar implementations that the grammar benchmark compares, run in child processes.
 
 The benchmark (`graft.tools.bench.grammar`) continues if a child process crashes, hangs or runs out
-of memory. Every implementation has the methods ``compile``, which returns a function that creates a
-matcher for a schema; ``fill``, which computes the token bitmask of a matcher's state; ``accept``,
-which advances a matcher by a token; and ``complete``, which returns whether the text may end here.
+of memory. Every implementation has these methods: ``prepare`` converts a schema to the form that
+``load`` compiles; ``load`` returns a function that creates a matcher; ``fill`` computes the token
+bitmask of a matcher's state; ``accept`` advances a matcher by a token; ``rollback`` takes tokens
+back; and ``complete`` returns whether the text may end here, without changing the state.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from graft.grammar import GrammarError, GrammarSpec, Vocabulary, make_backend, route
+from graft.grammar.automaton.lower import MAX_STATES, lower
+from graft.grammar.backends import llguidance
 from graft.grammar.backends.xgrammar import library, tokenizer_info
-from graft.tools.bench.grammar_data import load_tokenizer
+from graft.grammar.resolve import resolve_for_backend, strict_schema
+from graft.grammar.validate import satisfies_schema
+from graft.native import _native
+from graft.tools.bench.grammar_data import byte_vocabulary, load_tokenizer
 
 #: Maximum number of mask fills that are timed per schema.
 _MAX_TIMED_FILLS = 3000
+#: Maximum number of pieces of text that the search for an accepted order of keys tries per value.
+_MAX_PIECES = 5000
 
 
 class SchemaRefused(Exception):
@@ -41,13 +51,16 @@ class LLGuidance:
         )
         self._mask = np.zeros(vocabulary.words, np.int32)
 
-    def compile(self, schema: Any) -> Callable[[], Any]:
+    def prepare(self, schema: Any) -> str:
         options: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         try:
             text = self._matcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
         except ValueError as error:
             raise SchemaRefused(str(error)) from error
-        matcher = self._matcher(self._tokenizer, text, log_level=0)
+        return str(text)
+
+    def load(self, prepared: str) -> Callable[[], Any]:
+        matcher = self._matcher(self._tokenizer, prepared, log_level=0)
         if matcher.is_error():
             raise SchemaRefused(matcher.get_error().split("\n")[0])
         return matcher.deep_copy  # type: ignore[no-any-return]
@@ -57,6 +70,9 @@ class LLGuidance:
 
     def accept(self, matcher: Any, token: int) -> bool:
         return bool(matcher.try_consume_tokens([token]) == 1)
+
+    def rollback(self, matcher: Any, tokens: int) -> None:
+        matcher.rollback(tokens)
 
     def complete(self, matcher: Any) -> bool:
         return bool(matcher.is_accepting())
@@ -71,12 +87,13 @@ class XGrammar:
         self._info = tokenizer_info(vocabulary.tokens, vocabulary.size, vocabulary.stop_ids)
         self._mask = np.zeros((1, vocabulary.words), np.int32)
 
-    def compile(self, schema: Any) -> Callable[[], Any]:
+    def prepare(self, schema: Any) -> str:
+        return json.dumps(schema)
+
+    def load(self, prepared: str) -> Callable[[], Any]:
         compiler = self._types.GrammarCompiler(self._info, 1, False, -1)
         try:
-            compiled = compiler.compile_json_schema(
-                json.dumps(schema), False, None, None, True, None, False
-            )
+            compiled = compiler.compile_json_schema(prepared, False, None, None, True, None, False)
         except (RuntimeError, ValueError, TypeError) as error:
             raise SchemaRefused(str(error).strip().split("\n")[-1]) from error
         return lambda: self._types.GrammarMatcher(compiled, None, False, -1, None)
@@ -87,38 +104,45 @@ class XGrammar:
     def accept(self, matcher: Any, token: int) -> bool:
         return bool(matcher.accept_token(token, False))
 
+    def rollback(self, matcher: Any, tokens: int) -> None:
+        matcher.rollback(tokens)
+
     def complete(self, matcher: Any) -> bool:
-        return bool(matcher.accept_token(self._stop_id, False))
+        ends = bool(matcher.accept_token(self._stop_id, False))
+        if ends:
+            matcher.rollback(1)
+        return ends
 
 
-class Auto:
-    """Compiles schemas and checks tokens with graft, whose router rewrites them for LLGuidance.
+class Graft:
+    """Compiles schemas and checks tokens with graft's LLGuidance backend.
 
-    Schemas are compiled with ``partial=True``, so that a schema that cannot be enforced exactly is
-    not refused.
+    `strict` and `key_order` are the options of `GrammarSpec.json_schema`.
     """
 
-    def __init__(self, vocabulary: Vocabulary, tokenizer: Any):
-        self._backend = make_backend("llguidance", vocabulary)
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        tokenizer: Any = None,
+        strict: bool = False,
+        key_order: Any = "schema",
+    ):
+        self._backend: Any = make_backend("llguidance", vocabulary)
         self._mask = np.zeros(vocabulary.words, np.int32)
-        #: Result of `route` for the schema that is evaluated; see `find_route`.
-        self.route: Any = None
-        #: Order in which the keys of an object may be generated.
-        self.key_order: Any = "schema"
+        self._options: dict[str, Any] = {"strict": strict, "key_order": key_order}
 
-    def compile(self, schema: Any) -> Callable[[], Any]:
-        # graft refuses key_order="any" if the grammar of an object cannot allow every order of its
-        # keys. The benchmark then uses the key order of the schema.
-        key_order: Any = "schema" if self.route.ordered else self.key_order
-        spec = GrammarSpec.json_schema(schema, partial=True, key_order=key_order)
-        return self._backend.compile(spec).matcher
+    def _spec(self, schema: Any) -> GrammarSpec:
+        return GrammarSpec.json_schema(schema, **self._options)
 
-    def find_route(self, schema: Any) -> None:
-        """Rewrite a schema with graft's router, and set `route` to the result.
+    def prepare(self, schema: Any) -> tuple[GrammarSpec, llguidance.Prepared]:
+        try:
+            spec = self._spec(schema)
+            return spec, llguidance.prepare(spec, {}, True)
+        except GrammarError as error:
+            raise SchemaRefused(str(error)) from error
 
-        Must be called before `compile`.
-        """
-        self.route = route(schema, key_order=self.key_order)
+    def load(self, prepared: tuple[GrammarSpec, llguidance.Prepared]) -> Callable[[], Any]:
+        return self._backend.load(*prepared).matcher  # type: ignore[no-any-return]
 
     def fill(self, matcher: Any) -> None:
         matcher.fill(self._mask)
@@ -126,119 +150,291 @@ class Auto:
     def accept(self, matcher: Any, token: int) -> bool:
         return bool(matcher.accept(token))
 
+    def rollback(self, matcher: Any, tokens: int) -> None:
+        matcher.rollback(tokens)
+
     def complete(self, matcher: Any) -> bool:
-        return bool(matcher.accept(matcher.stop_ids[0]))
+        ends = bool(matcher.accept(matcher.stop_ids[0]))
+        if ends:
+            matcher.rollback(1)
+        return ends
+
+    def why_no_table(self, schema: Any) -> str:
+        """Return why a schema that graft accepts has no automaton."""
+        try:
+            grammar = resolve_for_backend(self._spec(schema), "llguidance")
+            _native.guide.compile_automaton(lower(grammar), MAX_STATES)
+        except RecursionError:
+            return "nested too deeply"
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def enforced(self, schema: Any) -> Any:
+        """Return the schema that is enforced with the given options."""
+        return strict_schema(schema) if self._options["strict"] else schema
+
+    def narrowed(self, schema: Any) -> str:
+        """Return a reason why valid values of a schema are never generated; "" if there is none.
+
+        The order of keys does not count.
+        """
+        found = route(self.enforced(schema), key_order=self._options["key_order"])
+        reasons = [reason for reason in found.narrowed if reason not in found.ordered]
+        return str(reasons[0]) if reasons else ""
 
 
 #: Implementations by name: the libraries' own Python APIs, and graft.
-SUBJECTS: dict[str, Any] = {"llguidance": LLGuidance, "xgrammar": XGrammar, "auto": Auto}
+SUBJECTS: dict[str, Any] = {"llguidance": LLGuidance, "xgrammar": XGrammar, "graft": Graft}
+
+
+class _KeyOrderSearch:
+    """Search for an order of keys in which a matcher accepts a value, byte by byte.
+
+    `subject` is an implementation, `matcher` its matcher at the start of the grammar, and
+    `byte_tokens` has the token id of each byte. `ranks` has the places of property names in the
+    schema; the order of the places is tried first.
+    """
+
+    def __init__(self, subject: Any, matcher: Any, byte_tokens: list[int], ranks: dict[str, int]):
+        self._ranks = ranks
+        self._subject = subject
+        self._matcher = matcher
+        self._byte_tokens = byte_tokens
+        self._pieces: list[str] = []
+        self._left = _MAX_PIECES
+
+    def find(self, value: Any) -> str | None:
+        """Return a text of the value that is accepted, or None."""
+        for _ in self._value(value):
+            if self._subject.complete(self._matcher):
+                return "".join(self._pieces)
+        return None
+
+    # The methods below yield once for each way in which the matcher accepts their texts. The
+    # matcher is behind the text while the caller handles the yield, and before it afterwards.
+
+    def _text(self, text: str) -> Iterator[None]:
+        self._left -= 1
+        if self._left < 0:
+            return
+        accepted = 0
+        data = text.encode()
+        for byte in data:
+            if not self._subject.accept(self._matcher, self._byte_tokens[byte]):
+                break
+            accepted += 1
+        if accepted == len(data):
+            self._pieces.append(text)
+            yield
+            self._pieces.pop()
+        if accepted:
+            self._subject.rollback(self._matcher, accepted)
+
+    def _value(self, value: Any) -> Iterator[None]:
+        if isinstance(value, dict):
+            for _ in self._text("{"):
+                keys = sorted(value, key=lambda key: self._ranks.get(key, len(self._ranks)))
+                yield from self._members(value, keys, "")
+        elif isinstance(value, list):
+            for _ in self._text("["):
+                yield from self._items(value, 0)
+        else:
+            yield from self._text(_json_text(value))
+
+    def _members(self, value: dict[str, Any], keys: list[str], separator: str) -> Iterator[None]:
+        if not keys:
+            yield from self._text("}")
+        for key in keys:
+            rest = [other for other in keys if other != key]
+            for _ in self._text(f"{separator}{_json_text(key)}: "):
+                for _ in self._value(value[key]):
+                    yield from self._members(value, rest, ", ")
+
+    def _items(self, value: list[Any], index: int) -> Iterator[None]:
+        if index == len(value):
+            yield from self._text("]")
+            return
+        for _ in self._text(", ") if index else (None,):
+            for _ in self._value(value[index]):
+                yield from self._items(value, index + 1)
 
 
 class _Instances:
-    """Matches instances of one JSON schema token by token, and times each fill of a mask.
+    """Matches instances of one JSON schema.
 
-    `new_matcher` returns a matcher in its initial state, and `encode` tokenizes a text.
+    `new_matcher` returns a matcher in its initial state, `encode` tokenizes a text, `byte_tokens`
+    has the token id of each byte, and `schema` is the schema in the row.
     """
 
     def __init__(
-        self, subject: Any, new_matcher: Callable[[], Any], encode: Callable[[str], list[int]]
+        self,
+        subject: Any,
+        new_matcher: Callable[[], Any],
+        encode: Callable[[str], list[int]],
+        byte_tokens: list[int],
+        schema: Any,
     ):
         self._subject = subject
         self._new_matcher = new_matcher
         self._encode = encode
-        self.fill_ns: list[int] = []  #: nanoseconds of each mask fill
+        self._ranks: dict[str, int] = {}
+        _rank_names(schema, self._ranks)
+        self._byte_tokens = byte_tokens
 
-    def accepts(self, value: Any, fill_masks: bool) -> bool:
-        """Return whether the schema's grammar accepts an instance.
+    def fill_ns(self, text: str, limit: int) -> list[int]:
+        """Fill a mask before each token of a text, up to the first token that is refused.
 
-        With `fill_masks`, a mask is filled and timed before each token.
+        Return the processor time of each mask in nanoseconds, at most `limit` of them.
         """
         matcher = self._new_matcher()
-        for token in self._encode(json.dumps(value, ensure_ascii=False)):
-            if fill_masks and len(self.fill_ns) < _MAX_TIMED_FILLS:
-                start = time.perf_counter_ns()
-                self._subject.fill(matcher)
-                self.fill_ns.append(time.perf_counter_ns() - start)
+        times = []
+        for token in self._encode(text)[:limit]:
+            start = time.thread_time_ns()
+            self._subject.fill(matcher)
+            times.append(max(0, time.thread_time_ns() - start - _clock_ns()))
             if not self._subject.accept(matcher, token):
-                return False
-        return bool(self._subject.complete(matcher))
+                break
+        return times
+
+    def accepts(self, text: str) -> bool:
+        """Return whether the grammar accepts the tokens of a text."""
+        matcher = self._new_matcher()
+        tokens = self._encode(text)
+        return all(self._subject.accept(matcher, token) for token in tokens) and bool(
+            self._subject.complete(matcher)
+        )
+
+    def accepted_text(self, value: Any) -> str | None:
+        """Return a text of a value that the grammar accepts, or None if no such text is found.
+
+        The text that ``json.dumps`` writes is tried first, then the same with whole numbers written
+        as integers and with other orders of the keys.
+        """
+        text = _json_text(value)
+        if self.accepts(text):
+            return text
+        plain = _with_integers(value)
+        matcher = self._new_matcher()
+        search = _KeyOrderSearch(self._subject, matcher, self._byte_tokens, self._ranks)
+        try:
+            found = search.find(plain)
+        except RecursionError:
+            return None
+        return found if found is not None and self.accepts(found) else None
 
 
 def evaluate_schema(
-    subject: Any, row: dict[str, Any], encode: Callable[[str], list[int]]
+    subject: Any,
+    row: dict[str, Any],
+    encode: Callable[[str], list[int]],
+    byte_tokens: list[int],
+    timed: bool,
 ) -> dict[str, Any]:
-    """Compile the schema of a row, match the row's instances, and time mask fills on valid ones.
+    """Compile the schema of a row and match the row's instances.
 
-    `subject` is the implementation to evaluate, and `encode` tokenizes a text.
+    `subject` is the implementation to evaluate, `encode` tokenizes a text, and `byte_tokens` has
+    the token id of each byte.
 
     Returns
     -------
     dict
-        ``outcome``
-            "compiled" or "refused".
-        ``why``, ``keyword``
-            First reason why the schema is refused or not enforced exactly, and the schema keyword
-            that causes it.
-        ``backend``
-            "llguidance" if graft compiled the schema; None for other implementations.
-        ``partial``
-            Whether graft declared that the grammar does not enforce all of the schema.
-        ``compile_s``
-            Compile time in seconds.
-        ``fill_ns``
-            Time of each mask fill in nanoseconds.
-        ``valid``, ``invalid``
-            Whether each instance was accepted.
-        ``declared``
-            Number of rejected valid instances whose rejection graft declared in advance (see
-            `_is_declared`).
+        ``status``, ``cause``
+            See `graft.tools.bench.grammar`. The cause of "narrowed" and "refused" is a reason of
+            the implementation, and that of "wrong" names the first instance.
+        ``reordered``
+            Whether a valid instance is accepted only with another spelling than in the row: with
+            other orders of keys, or with whole numbers written as integers.
+        ``table_bytes``, ``table_cause``
+            For graft: size of the automaton, or None and the reason why there is none.
+        ``compile_ms``
+            Processor time of the compilation in milliseconds.
+        ``first_us``, ``later_us``
+            If `timed`: processor time of each mask fill in microseconds, along the first instance
+            and along the others. The only instance of a row is matched twice.
+        ``kilobytes``
+            If `timed`: memory that the process has allocated for the compiled grammar. Memory for
+            states and masks that an implementation computes later does not count.
     """
-    answer: dict[str, Any] = {"partial": False, "backend": None, "why": "", "keyword": ""}
-    if isinstance(subject, Auto):
-        subject.find_route(row["schema"])
-    start = time.perf_counter()
+    schema = row["schema"]
+    answer: dict[str, Any] = {"cause": "", "reordered": False, "table_bytes": None}
+    answer["table_cause"] = ""
+    start = time.process_time()
     try:
-        new_matcher = subject.compile(row["schema"])
+        prepared = subject.prepare(schema)
+        prepare_s = time.process_time() - start
+        before = _allocated_bytes() if timed else 0
+        start = time.process_time()
+        new_matcher = subject.load(prepared)
+        answer["compile_ms"] = (prepare_s + time.process_time() - start) * 1e3
     except (SchemaRefused, GrammarError) as error:
-        answer |= {"outcome": "refused", "why": str(error)[:300]}
-        if isinstance(subject, Auto):
-            reasons = (*subject.route.reasons, *subject.route.narrowed)
-            if reasons:
-                answer["keyword"] = reasons[0].keyword
-        return answer
-    answer |= {"outcome": "compiled", "compile_s": time.perf_counter() - start}
-    instances = _Instances(subject, new_matcher, encode)
-    valid = [instances.accepts(value, True) for value in row["valid"]]
-    rejected = [value for value, ok in zip(row["valid"], valid, strict=True) if not ok]
-    declared = 0
-    if isinstance(subject, Auto):
-        found = subject.route
-        answer |= {"partial": not found.exact, "backend": found.backend}
-        reasons = (*found.reasons, *found.narrowed, *found.spelling)
-        if reasons:
-            answer |= {"why": reasons[0].why, "keyword": reasons[0].keyword}
-        declared = sum(_is_declared(found, value, instances) for value in rejected)
-    invalid = [instances.accepts(value, False) for value in row["invalid"]]
-    return answer | {
-        "valid": valid,
-        "declared": declared,
-        "fill_ns": instances.fill_ns,
-        "invalid": invalid,
-    }
+        return answer | {"status": "refused", "cause": str(error)[:300]}
+    instances = _Instances(subject, new_matcher, encode, byte_tokens, schema)
+    if timed:
+        answer["kilobytes"] = (_allocated_bytes() - before) / 1e3
+        texts = [_json_text(value) for value in (*row["valid"], *row["invalid"])]
+        first = instances.fill_ns(texts[0], _MAX_TIMED_FILLS)
+        later: list[int] = []
+        for text in texts[1:] or texts:
+            later += instances.fill_ns(text, _MAX_TIMED_FILLS - len(later))
+        answer["first_us"] = [ns / 1e3 for ns in first]
+        answer["later_us"] = [ns / 1e3 for ns in later]
+    if isinstance(subject, Graft):
+        automaton = new_matcher.__self__.automaton  # type: ignore[attr-defined]
+        if automaton is None:
+            answer["table_cause"] = subject.why_no_table(schema)
+        else:
+            answer["table_bytes"] = automaton.nbytes
+    return answer | _status(subject, row, instances)
 
 
-def _is_declared(found: Any, value: Any, instances: _Instances) -> bool:
-    """Return whether graft declared in advance that it rejects the valid instance `value`.
+def _status(subject: Any, row: dict[str, Any], instances: _Instances) -> dict[str, Any]:
+    """Match the instances of a row; return ``status``, ``cause`` and ``reordered``."""
+    if not row["valid"] and not row["invalid"]:
+        return {"status": "untested"}
+    for index, value in enumerate(row["invalid"]):
+        if instances.accepted_text(value) is not None:
+            return {"status": "wrong", "cause": f"accepts invalid[{index}]"}
+    schema = row["schema"]
+    reordered = False
+    narrowed = ""
+    for index, value in enumerate(row["valid"]):
+        text = instances.accepted_text(value)
+        if text is not None:
+            reordered |= text != _json_text(value)
+            continue
+        if isinstance(subject, Graft):
+            if not _satisfies(subject.enforced(schema), value):
+                continue  # strict=True excludes the value
+            narrowed = subject.narrowed(schema)
+        if not narrowed:
+            return {"status": "wrong", "cause": f"rejects valid[{index}]"}
+    if narrowed:
+        return {"status": "narrowed", "cause": narrowed, "reordered": reordered}
+    return {"status": "right", "reordered": reordered}
 
-    `found` is the route: the form in which graft compiles the schema. A route declares two kinds of
-    restrictions. If it is narrowed, its grammar generates fewer values than the schema allows, so
-    the rejection of any instance counts as declared. If the spelling of numbers is restricted, the
-    grammar may accept ``1`` but reject ``1.0``. The rejection then counts as declared if the
-    grammar accepts the instance after its whole numbers have been rewritten as integers.
-    """
-    if found.narrowed:
+
+def _satisfies(schema: Any, value: Any) -> bool:
+    """Return whether jsonschema does not refute that a value satisfies a schema."""
+    try:
+        return satisfies_schema(json.dumps(schema), json.dumps(value))
+    except GrammarError:
         return True
-    return bool(found.spelling) and instances.accepts(_with_integers(value), False)
+
+
+def _rank_names(schema: Any, ranks: dict[str, int]) -> None:
+    """Number the names in all ``properties`` of a schema, in the order of the document."""
+    if isinstance(schema, dict):
+        properties = schema.get("properties")
+        for name in properties if isinstance(properties, dict) else ():
+            ranks.setdefault(name, len(ranks))
+    if isinstance(schema, (dict, list)):
+        for part in schema.values() if isinstance(schema, dict) else schema:
+            _rank_names(part, ranks)
+
+
+def _json_text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _with_integers(value: Any) -> Any:
@@ -252,30 +448,71 @@ def _with_integers(value: Any) -> Any:
     return value
 
 
+# Measures of the process --------------------------------------------------------------------------
+
+_clock_cost_ns = -1
+
+
+def _clock_ns() -> int:
+    """Return the processor time that two readings of the thread's clock take, in nanoseconds."""
+    global _clock_cost_ns
+    if _clock_cost_ns < 0:
+        pairs = [(time.thread_time_ns(), time.thread_time_ns()) for _ in range(1000)]
+        _clock_cost_ns = int(np.median([end - start for start, end in pairs]))
+    return _clock_cost_ns
+
+
+class _Mallinfo(ctypes.Structure):
+    """``struct mallinfo2`` of the GNU C library."""
+
+    _fields_ = tuple((f"field_{index}", ctypes.c_size_t) for index in range(10))
+
+
+def _allocated_bytes() -> float:
+    """Return the number of bytes that the C library has allocated; NaN where it cannot tell."""
+    gc.collect()
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return float("nan")
+    mallinfo.restype = _Mallinfo
+    found = mallinfo()
+    return float(found.field_4 + found.field_7)  # memory-mapped blocks, and blocks of the heaps
+
+
 # Entry points of the child process ----------------------------------------------------------------
 
 _subject: Any = None
-_tokenizer: Any = None
+_encode: Callable[[str], list[int]]
+_byte_tokens: list[int]
 
 
-def prepare(name: str, tokenizer: str, stop_token: str | None, key_order: str) -> None:
+def prepare(
+    name: str, tokenizer: str | None, stop_token: str | None, options: dict[str, Any]
+) -> None:
     """Create the grammar implementation `name` (a key of `SUBJECTS`) for later calls of `answer`.
 
-    The other arguments are options of the command line: the path of the tokenizer, the token that
-    ends an output, and the order of object keys that the implementation "auto" allows.
+    The other arguments are options of the command line: the path of the tokenizer (None for a
+    vocabulary of single bytes), the token that ends an output, and the options of `Graft`.
     """
-    global _subject, _tokenizer
-    _tokenizer, vocabulary = load_tokenizer(Path(tokenizer), stop_token)
-    _subject = SUBJECTS[name](vocabulary, _tokenizer)
-    if isinstance(_subject, Auto):
-        _subject.key_order = key_order
+    global _subject, _encode, _byte_tokens
+    found = None
+    if tokenizer is None:
+        vocabulary = byte_vocabulary()
+        _encode = encode_bytes
+    else:
+        found, vocabulary = load_tokenizer(Path(tokenizer), stop_token)
+        _encode = lambda text: list(found.encode(text, add_special_tokens=False).ids)  # noqa: E731
+    ids = {token: index for index, token in reversed(list(enumerate(vocabulary.tokens)))}
+    _byte_tokens = [ids.get(bytes([byte]), -1) for byte in range(256)]
+    _subject = SUBJECTS[name](vocabulary, found, **(options if name == "graft" else {}))
     sys.setrecursionlimit(20_000)
 
 
-def _encode(text: str) -> list[int]:
-    return list(_tokenizer.encode(text, add_special_tokens=False).ids)
+def encode_bytes(text: str) -> list[int]:
+    """Return the tokens of a text in `byte_vocabulary`."""
+    return list(text.encode())
 
 
-def answer(row: dict[str, Any]) -> dict[str, Any]:
+def answer(row: dict[str, Any], timed: bool) -> dict[str, Any]:
     """Return the result of `evaluate_schema` with the implementation that `prepare` created."""
-    return evaluate_schema(_subject, row, _encode)
+    return evaluate_schema(_subject, row, _encode, _byte_tokens, timed)

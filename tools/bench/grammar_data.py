@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +36,41 @@ def _read_text(path: Path) -> str:
         raise OptionError(f"{path}: {error}") from error
 
 
-def read_schemas(folder: Path, every: int = 1) -> Iterator[dict[str, Any]]:
-    """Yield every `every`-th schema of each ``.jsonl`` and ``.jsonl.gz`` file below a folder.
+#: ``$schema`` of the drafts of the JSON-Schema-Test-Suite, by the name of its files.
+_DRAFTS = {
+    "draft4": "http://json-schema.org/draft-04/schema#",
+    "draft6": "http://json-schema.org/draft-06/schema#",
+    "draft7": "http://json-schema.org/draft-07/schema#",
+    "draft2019-09": "https://json-schema.org/draft/2019-09/schema",
+    "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
+}
 
-    Schemas without instances are left out, and are not counted.
+
+def read_schemas(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a ``.jsonl`` or ``.jsonl.gz`` file, or of all such files below a folder.
+
+    The files of the JSON-Schema-Test-Suite are named for a draft, such as ``draft7.jsonl.gz``.
+    Their schemas declare this draft in the result.
     """
-    files = sorted([*folder.rglob("*.jsonl.gz"), *folder.rglob("*.jsonl")])
+    files = (
+        [path] if path.is_file() else sorted([*path.rglob("*.jsonl.gz"), *path.rglob("*.jsonl")])
+    )
     if not files:
-        raise OptionError(f"no .jsonl or .jsonl.gz file below {folder}")
-    for path in files:
+        raise OptionError(f"no .jsonl or .jsonl.gz file below {path}")
+    rows = []
+    for file in files:
+        draft = _DRAFTS.get(file.name.split(".")[0])
         # str.splitlines is not used because it also splits at U+2028, which JSON allows in strings.
-        lines = filter(str.strip, _read_text(path).split("\n"))
-        rows = [row for row in map(json.loads, lines) if row["valid"] or row["invalid"]]
-        yield from rows[::every]
+        for row in map(json.loads, filter(str.strip, _read_text(file).split("\n"))):
+            if draft is not None and isinstance(row["schema"], dict):
+                row["schema"] = {"$schema": draft, **row["schema"]}
+            rows.append(row)
+    return rows
+
+
+def byte_vocabulary() -> Vocabulary:
+    """Return a vocabulary whose tokens are the 256 bytes, and a stop id."""
+    return Vocabulary([bytes([byte]) for byte in range(256)] + [b""], 257, [256])
 
 
 def load_tokenizer(
