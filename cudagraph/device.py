@@ -160,9 +160,9 @@ class Device(Context):
         pinned host memory. It keeps the array alive, and so does every graph that uses the result.
         Arrays of graft are returned unchanged.
 
-        The call returns after the work that the array is ordered after has finished: the work on
-        the stream in its ``__cuda_array_interface__``, or, with DLPack, the work that the exporter
-        makes other streams wait for. Later work of the other library is not waited for.
+        The call waits until earlier work on the array has finished: the work on the stream that its
+        ``__cuda_array_interface__`` names, or, with DLPack, the work for which the other library
+        makes consumers wait. Work that the other library enqueues later is not waited for.
 
         Raises
         ------

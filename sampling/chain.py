@@ -26,11 +26,12 @@ class ChainSampler:
     def draft(self, lane: Lane, draft_logits: DeviceArray, row_slot: DeviceArray, j: int) -> None:
         """Sample draft `j` of every slot that committed tokens in this replay and has j - 1 drafts.
 
-        A slot whose chain ended earlier has fewer drafts. The masking of the draft mode decides
-        which drafts are legal. With "fill", only tokens that mask row ``j - 1`` of the slot allows
-        are sampled. With "probe" and "lattice-probe", the draft is the first of the slot's
-        `candidates` that the grammar accepted; if it accepted none, the draft is sampled as with
-        "fill". Without masking, drafts may be illegal, and verification rejects them.
+        A slot whose chain ended earlier has fewer drafts. `DraftMode.masking` decides which drafts
+        are legal. With "fill", only tokens that mask row ``j - 1`` of the slot (the token bitmask
+        after draft j - 1) allows are sampled. With "probe" and "lattice-probe", the draft is the
+        first of the slot's `candidates` that the grammar accepted; if it accepted none, the draft
+        is sampled as with "fill". Without masking, drafts may be illegal, and verification rejects
+        them.
 
         Parameters
         ----------
@@ -69,9 +70,9 @@ class ChainSampler:
         ----------
         draft_logits
             float32 [B, Vd]. With masking "lattice-probe", where the grammar tests the candidates of
-            all levels in one step, [levels * B, Vd], ordered by level. If there are more levels
-            than `DraftMode.levels`, the last ones are not used. Changed in place for requests with
-            logit adjustments, so `draft` must get the same array.
+            all levels in one step, [levels * B, Vd], ordered by level; levels after the first
+            `DraftMode.levels` are not used. The kernel changes the logits of requests with logit
+            adjustments in place, so `draft` must get the same array.
         row_slot
             int32 [B], slot of each batch row; -1: padding.
         j

@@ -147,8 +147,9 @@ class DraftVerifier:
         """Add the kernels that verify drafts and write `tokens`.
 
         The kernels read the arrays in place. Arrays of other libraries, such as CuPy and torch, are
-        wrapped with `Device.wrap`, which waits for their stream: wrap an array that is used again
-        once, and pass the result. `check` reports invalid values, which the kernels find.
+        wrapped with `Device.wrap`, which waits for their stream. If an array is used in several
+        calls, wrap it once and pass the result. `check` reports invalid values, which the kernels
+        find.
 
         Parameters
         ----------
@@ -252,10 +253,11 @@ def verify_drafts(
 ) -> list[list[int]]:
     """Verify drafts and return the tokens of each sequence.
 
-    The tokens of a sequence are its accepted drafts and one token that the target has chosen. Their
-    distribution is that of the target without drafts; in the modes "greedy" and "coupled", even the
-    tokens are the same. Without drafts (K is 0), one token of each sequence is chosen. In this way,
-    a drafter samples drafts with the random numbers that mode "coupled" uses for the target.
+    The tokens of a sequence are its accepted drafts and one token that the target has chosen. These
+    tokens have the same distribution as tokens that the target generates without drafts; in the
+    modes "greedy" and "coupled", they are the same tokens. Without drafts (K is 0), one token of
+    each sequence is chosen. In this way, a drafter samples drafts with the random numbers that mode
+    "coupled" uses for the target.
 
     The parameters are those of `DraftVerifier` and `DraftVerifier.add`. Arrays may be arrays of
     NumPy, CuPy, torch and other libraries with DLPack, ``__cuda_array_interface__`` or the buffer

@@ -96,12 +96,12 @@ class Exchange:
         self.legal = answers[:, answer_words:].view(np.uint32)
 
     def renew_records(self, slot: int, replay: int) -> None:
-        """Empty the records of a slot to which a request is assigned.
+        """Empty the records of a slot before a new request uses them.
 
-        The lower 32 bits of `replay`, the number of the last replay that is launched without the
-        request, are stored in the records. Otherwise, a record that was last written 2**31 replays
-        ago would seem to be later than the current replay. The caller must ensure that no launched
-        replay refers to the slot.
+        `replay` is the number of the last replay that is launched without the request. Its lower 32
+        bits are stored in the records as their replay number. Without this, a record that was last
+        written 2**31 replays ago would seem to be later than the current replay. The caller must
+        ensure that no launched replay refers to the slot.
         """
         word = replay_word(replay)
         for records in (self.committed, self.drafted, self.candidates):

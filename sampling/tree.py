@@ -30,7 +30,7 @@ _MAX_PLAN_BRANCH = 16
 
 
 class TreePlan(NamedTuple):
-    """Bounds of a draft tree, or its exact shape.
+    """Maximum sizes of a draft tree or, with `paths`, its exact shape.
 
     A node has at most `branch` children, and the drafter reads at most `branch` nodes of each
     level. `levels` is the maximum depth of a draft.
@@ -125,7 +125,7 @@ def _is_path(path: Any) -> bool:
 
 
 class TreeSampler:
-    """Grows draft trees level by level, as a `ChainSampler` samples the drafts of a chain.
+    """Grows draft trees level by level.
 
     For each level, call `candidates` if the grammar tests candidates, then `draft`. Level 1 reads
     one row of logits per request, later levels read `branch` rows.

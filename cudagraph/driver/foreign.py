@@ -92,10 +92,10 @@ class ForeignArray(NamedTuple):
 def read_foreign(array: Any, user: str, stream: int | None = None) -> ForeignArray | None:
     """Describe an array of another library; return None if the object is not an array.
 
-    The ordering with earlier work on the array is as follows. If the array exports a stream
-    (``__cuda_array_interface__``, version 3) or orders itself after one (DLPack), the work that is
-    enqueued there precedes the work on the CUstream `stream`. Without `stream`, the call returns
-    after that work has finished.
+    If the array names a stream (``__cuda_array_interface__``, version 3), or its library makes
+    consumers wait for a stream (DLPack), later work on the CUstream `stream` runs after the work
+    that is enqueued there. Without `stream`, the call returns after the work that is enqueued there
+    has finished.
 
     Parameters
     ----------

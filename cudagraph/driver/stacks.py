@@ -23,7 +23,7 @@ STACK_LIMIT_S = 2.0
 
 
 def describe_running() -> str:
-    """Describe the waiting thread (the caller) and the running host functions, with their stacks.
+    """Describe the calling thread, which waits, and the running host functions, with their stacks.
 
     A host function has no Python stack while it waits for the GIL, or if it runs no Python. Its
     native stack shows which is the case. Taking a native stack interrupts the thread by a signal,

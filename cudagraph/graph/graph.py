@@ -233,9 +233,10 @@ class GraphBase(ABC):
         """Add a node at the end of a lane and return it.
 
         `attach` retains the owners of the node's operands on the graph before `make` creates the
-        driver node. They are released if the driver rejects the node. Set `waits_for_previous`
-        for a kernel that calls ``wait_for_previous_kernel()``: only then can the edge from the
-        previous kernel be programmatic. OptionError is raised while the graph has an executable.
+        driver node. They are released if the driver rejects the node. `waits_for_previous` says
+        that the node is a kernel that calls ``wait_for_previous_kernel()``: only then can the edge
+        from the previous kernel be programmatic. OptionError is raised while the graph has an
+        executable.
         """
         self.check_editable(f"node {name!r}")
         self.check_node_kind(kind, name)
@@ -450,18 +451,18 @@ class Graph(GraphBase):
     ) -> Graph:
         """Make a graph from one that was captured or built with another library.
 
-        Its nodes form the lane "captured"; nodes that are added to this lane run after all of them.
-        Host steps that :func:`~graft.cudagraph.host.hostwork.hostfunc` added during the capture
-        report their errors as in any captured graph, see
+        The captured nodes form the lane "captured"; nodes that are added to this lane run after all
+        captured nodes. Host steps that :func:`~graft.cudagraph.host.hostwork.hostfunc` added during
+        the capture report their errors as in any captured graph, see
         :func:`~graft.cudagraph.host.hostwork.check_captured`.
 
         Parameters
         ----------
         captured
             A GraphDefinition or a finished GraphBuilder of cuda.core, a Graph of CuPy, or a
-            CUDAGraph of torch that was created with ``keep_graph=True``. These are copied, which
-            the driver refuses for graphs with memory or conditional nodes. Or a CUgraph, as
-            cuStreamEndCapture returns it, of which the graph takes ownership.
+            CUDAGraph of torch that was created with ``keep_graph=True``. Such a graph is copied;
+            the driver refuses to copy graphs with memory or conditional nodes. Or a CUgraph, as
+            cuStreamEndCapture returns it; the new graph takes ownership of it without a copy.
         keep
             Objects, such as arrays whose memory the nodes use, that the graph keeps alive in
             addition to `captured`.

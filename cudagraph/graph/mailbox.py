@@ -58,7 +58,7 @@ class MailboxWorker:
     wait : {"auto", "spin", "park"}
         How the thread waits while a replay is in flight. "spin" polls continuously and occupies a
         core. "park" polls continuously for 50 us and then every 50 us. "auto" selects "spin" if at
-        least 4 cores are usable. With no replay in flight the thread sleeps in either mode.
+        least 4 cores are usable. While no replay is in flight, the thread sleeps in every mode.
     name
         Name of the thread.
 

@@ -32,10 +32,10 @@ class Node:
 
 @dataclass
 class Contents:
-    """Nodes of a graph or body. Graphs refer to the contents of their bodies, not to the bodies.
+    """Nodes of a graph or body. A graph refers to the contents of its bodies, not to the bodies.
 
-    A body refers to its graph. If the graph referred to the body as well, it would be part of a
-    reference cycle and would not be freed as soon as it is dropped.
+    A body refers to its graph. If the graph referred to the body as well, both would form a
+    reference cycle, and the graph would not be freed as soon as the program drops it.
 
     Attributes
     ----------

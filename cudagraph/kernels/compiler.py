@@ -79,10 +79,10 @@ def nvrtc_options(
 ) -> list[str]:
     """Return the NVRTC options for a kernel source at `path` with the macros `defines`.
 
-    NVRTC must not contract a product and a sum to one fused multiply-add. It would do so in some
-    copies of an unrolled loop and not in others. A result would then depend on the copy that
-    computed it. Kernels call ``fmaf`` explicitly. The folder of `path` is added to the include
-    path.
+    The options forbid NVRTC to contract a product and a sum to one fused multiply-add. NVRTC would
+    contract them in some copies of an unrolled loop and not in others, so a result would depend on
+    the copy that computed it. Kernels call ``fmaf`` explicitly. The folder of `path` is added to
+    the include path.
     """
     folders = include_folders(None if path is None else Path(path).parent)
     macros = [f"-D{key}={value}" for key, value in sorted((defines or {}).items())]

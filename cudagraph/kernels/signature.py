@@ -72,12 +72,12 @@ _VECTOR = re.compile(r"(u?)(char|short|int|longlong|long|float|double)([1234])")
 
 
 class Parameter(NamedTuple):
-    """A parameter of a kernel. Its name is "" if the source does not name it.
+    """A parameter of a kernel. `name` is "" if the source does not name the parameter.
 
     `kind` is ``POINTER``, ``INT``, ``FLOAT`` or ``OTHER``. ``OTHER`` means that the type is neither
-    built in nor a pointer, or that the kind is unknown. `dtype` is the name of the type, or, of a
-    pointer, that of the elements; "" if it is unknown. `is_const` says whether a pointer points to
-    constant elements.
+    built in nor a pointer, or that the kind is unknown. `dtype` is the name of the parameter's type
+    or, for a pointer, of its elements' type; "" if it is unknown. `is_const` says whether a pointer
+    points to constant elements.
     """
 
     name: str

@@ -138,9 +138,8 @@ class PrefixCache:
         Unused pages are evicted to make free pages for them. If there are still too few free pages,
         only the first of the migrated pages are cached.
 
-        `write` enqueues the copies of the page contents. Its arguments are a list of free pages and
-        a list of equal length with indices into `keys`: the contents that belong to
-        ``keys[indices[i]]`` must be written to the ``i``-th of the free pages.
+        The method calls ``write(free_pages, indices)``, which must enqueue the copies of the page
+        contents: the contents that belong to ``keys[indices[i]]`` are copied to ``free_pages[i]``.
         """
         found = self.match(keys)
         num_missing = len(keys) - len(found)

@@ -181,7 +181,7 @@ class Drafter:
         """Process the tokens that this round committed and make the first drafts.
 
         Return the logits of level 0, float32[B, Vd], where Vd is the size of the draft vocabulary.
-        The sampler changes them in place for requests with logit adjustments. A drafter that writes
+        The sampler may change these logits in place (logit bias, penalties). A drafter that writes
         all drafts to ``feed.proposal`` returns None.
 
         If ``feed.width`` is 1, the next round verifies no drafts. The engine then ignores the

@@ -41,8 +41,8 @@ _BLOCK = 64
 class BlockDrafter(Drafter):
     """Base class of the drafters that draft level by level from logits of a single forward pass.
 
-    A subclass sets `kind`, the kind of its checkpoints (`DFlashConfig.kind`). Its method
-    `_load_extras` uploads the tensors that only this kind has. It also overrides the methods of the
+    A subclass sets `kind`, the kind of its checkpoints (`DFlashConfig.kind`). It overrides
+    `_load_extras`, which uploads the tensors that only this kind has, and those methods of the
     forward pass in which this kind differs.
 
     Raises

@@ -143,10 +143,10 @@ class Feed:
     def committed(self, lane: Lane, shift: int = 0) -> Rows:
         """Add a kernel that writes the tokens that this round committed as input rows.
 
-        There are `count` rows, each with token, slot and position; those without a token are
-        padding. With a `shift` of 1, each token gets its own position. With a shift of 0, it gets
-        the position of the previous token, for heads that combine a token with the feature of the
-        previous token.
+        The kernel writes token, slot and position of `count` rows; rows without a committed token
+        are padding. With a `shift` of 1, each token gets its own position. With a shift of 0, each
+        token gets the position of the previous token, for heads that combine a token with the
+        feature of the previous token.
         """
         rows = self.scratch.committed.first(self.count, self.count // self.batch)
         args = [

@@ -35,8 +35,8 @@ class PromptLookup(Drafter):
     """Base class of `NGram` and `Suffix`, which stores the tokens of every slot and searches them.
 
     The suffix of a request is the sequence of its last tokens. An occurrence is an earlier position
-    at which the same sequence ends. In a tree, the search is repeated for every node; the drafts on
-    the path to the node then belong to the suffix.
+    at which the same sequence ends. To draft a tree, the search is repeated for every node, with
+    the drafts on the path to the node at the end of the suffix.
 
     There are two ways to choose drafts. With votes, each occurrence votes for the token that
     follows it. The score of a draft is the product of the vote shares on its path, and the drafts

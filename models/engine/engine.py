@@ -565,11 +565,12 @@ class Engine:
 
         If grammar steps can run on the device, this method waits until the device is idle.
 
-        The entry "closing" counts the mask rows from which a budget has excluded a legal token, and
-        the requests with such rows, on host and device.
+        The entry "closing" counts the mask rows (token bitmasks) from which the limit `max_tokens`
+        has excluded a token that the grammar allows, and the requests with such rows, on host and
+        device.
 
-        The entry "held" counts the slots, pages and replays that are in use at the time of the
-        call.
+        The entry "held" contains the numbers of slots, pages and replays that are in use at the
+        time of the call.
         """
         if self._closed:
             raise OptionError("the engine is closed")

@@ -21,9 +21,9 @@ class LoopReplays(Replays):
     """Launches rounds and generation loops, and reads the results of their replays.
 
     A loop is one launch that runs many replays. The results of each replay say whether another
-    replay of the loop follows. The host therefore learns of each replay of a loop when it reads the
-    results of the previous one. The device may be up to `LOOP_ENTRIES` - 1 replays ahead of the
-    host.
+    replay of the loop follows. The host therefore learns of a replay of a loop only when it reads
+    the results of the previous replay. The device may be up to `LOOP_ENTRIES` - 1 replays ahead of
+    the host.
 
     While a loop is running, `retired` is at most the number of the last replay before the loop.
     Slots of the loop's requests are therefore not reclaimed while the device may still write their

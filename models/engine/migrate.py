@@ -229,8 +229,7 @@ def _check_type(name: str, value: Any, allowed: Any) -> None:
 def restore_output(state: RequestState, description: Mapping[str, Any]) -> None:
     """Copy the output in `description`, from `describe_request`, to a newly admitted request.
 
-    The tokens and text of this output are marked as reported, so that later events do not repeat
-    them.
+    The copied tokens and text are marked as reported, so that later events do not repeat them.
 
     Raises
     ------

@@ -199,10 +199,10 @@ class Replays:
         """Publish the slot of each batch row and launch one replay.
 
         The host and the device exchange inputs and outputs through rings in pinned memory, with one
-        entry per replay. The number of the replay is written into its entries and into the snapshot
-        of the grammar matchers. A replay that reads a different number there treats every row as
-        padding. If an unread replay still uses the next entry of a ring, the ring raises an error
-        before anything is overwritten.
+        entry per replay. The host writes the number of the replay into the replay's ring entries
+        and into the snapshot of the grammar matchers. A replay that reads a different number there
+        treats every row as padding. If the results of an earlier replay in the same ring entry have
+        not been read yet, the ring raises an error before anything is overwritten.
 
         Parameters
         ----------

@@ -307,9 +307,10 @@ class SlotManager:
     def reserve_ahead(self, states: Sequence[RequestState]) -> None:
         """Allocate pages for the rounds of a generation loop after its first round.
 
-        The free pages are divided among the requests. If a request gets fewer than `PAGES_AHEAD` of
-        them, unused pages of the prefix cache are evicted until it has this many. No more pages are
-        evicted, because the request may end long before it uses them.
+        The free pages are divided among the requests. If a request gets fewer than `PAGES_AHEAD`
+        free pages, unused pages of the prefix cache are evicted until the request has got
+        `PAGES_AHEAD` pages. No more pages are evicted, because the request may end long before it
+        uses them.
 
         Parameters
         ----------

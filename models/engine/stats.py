@@ -42,7 +42,8 @@ class EngineStats:
         Number of row rounds in which no token was committed.
     stale_rows
         Number of batch rows whose request had left its slot before the host read the results of the
-        row. Such rows occur because rounds are launched before the host has read the previous one.
+        row. Such rows occur because a round is launched before the host has read the results of the
+        previous round.
     surplus_tokens
         Number of tokens in stale rows. They were discarded.
     preemptions

@@ -38,12 +38,12 @@ from graft.models.llm.weights import Interleave, Matrix, ScaledMatrix, Weights
 
 
 class Command(IntEnum):
-    """Commands from rank 0 to the worker ranks; the first word of a message header is a command.
+    """Commands that rank 0 sends to the worker ranks as the first word of a message header.
 
-    LOAD makes the worker load a shard in place of the current one, and UNLOAD release it. FORWARD
-    runs the layers of the shard, and COMPACT compacts its KV cache. CLOSE stops the worker. After
-    the header, a LOAD message has JSON as its payload; FORWARD and COMPACT messages have the
-    contents of device arrays.
+    LOAD makes the worker load a shard of the model in place of its current shard, and UNLOAD makes
+    it release the shard. FORWARD runs the layers of the shard, and COMPACT compacts its KV cache.
+    CLOSE stops the worker. After the header, a LOAD message has JSON as its payload; FORWARD and
+    COMPACT messages have the contents of device arrays.
     """
 
     CLOSE = 0

@@ -191,10 +191,10 @@ class Weights:
     def finish(self, ignored: tuple[str, ...] = ()) -> None:
         """Raise CheckpointError unless all tensors of the checkpoint were used.
 
-        An unused tensor, such as a bias or another layer, means that the checkpoint does not match
-        its config. The output would be wrong without any error. Two kinds of tensors may be unused:
-        scales of statically quantized inputs, because graft does not quantize inputs, and tensors
-        whose names begin or end with a string in `ignored`.
+        An unused tensor, such as a bias or another layer, shows that the checkpoint does not match
+        its config; the model's output would be wrong. Two kinds of tensors may be unused: scales of
+        statically quantized inputs, because graft does not quantize inputs, and tensors whose names
+        begin or end with a string in `ignored`.
         """
         ignored += (".input_scale",)
         unused = []

@@ -63,10 +63,10 @@ class DraftBudget:
     The draft length of a round is its average number of drafts per batch row: a round of B batch
     rows with length L verifies at most B * L drafts, but a request may have more or fewer than L.
 
-    A request with K drafts is expected to get ``1 + s_1 + ... + s_K`` tokens. Here ``s_j`` is the
-    product of the acceptance probabilities of drafts 1 to j, where the probability of a draft is
-    conditional on the acceptance of the previous drafts. A round verifies the drafts with the
-    greatest ``s_j`` of all its requests.
+    A request with K drafts is expected to get ``1 + s_1 + ... + s_K`` tokens in a round. Here
+    ``s_j`` is the probability that drafts 1 to j are all accepted: the product of their acceptance
+    probabilities, each conditional on the acceptance of the previous drafts. A round verifies the
+    drafts with the greatest ``s_j`` of all its requests.
 
     An acceptance probability is a moving average over the rounds of a request. It starts at the
     average of all requests. If the drafter generated fewer drafts than it could have, the missing

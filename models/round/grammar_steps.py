@@ -14,10 +14,11 @@ __all__ = ["GrammarSteps"]
 class GrammarSteps:
     """Adds the grammar steps to the grammar lane of a round.
 
-    A step has two parts. First, the guided decoder fills mask rows on the host, and these rows are
-    copied to the device. After that, kernels do the step for *promoted* requests, whose grammar is
-    an automaton on the device, and fill their mask rows. The kernels run after the copy, because
-    the copy overwrites the mask rows of promoted requests too.
+    A grammar step has two parts. First, the guided decoder fills mask rows (token bitmasks) on the
+    host, and these rows are copied to the device. After that, kernels do the step for *promoted*
+    requests, whose grammar is an automaton on the device, and fill the mask rows of these requests.
+    The kernels run after the copy, because the copy overwrites the mask rows of promoted requests
+    too.
 
     Parameters
     ----------

@@ -106,11 +106,11 @@ class PrefillScheduler:
         return rows
 
     def charged_rows(self, rows: int, allowed: int) -> int:
-        """Return how many of the `allowed` rows a chunk of `rows` rows counts as.
+        """Return the number of `allowed` rows that a chunk of `rows` rows uses up.
 
-        Small chunks take more time per row than large ones. The number is therefore the number of
-        rows that one chunk of all `allowed` rows would process in the chunk's time; it is at least
-        `rows` and at most `allowed`.
+        Small chunks take more time per row than large ones. The result is therefore the number of
+        rows that a chunk of `allowed` rows would process in the time of this chunk, at least `rows`
+        and at most `allowed`.
 
         Parameters
         ----------

@@ -181,10 +181,10 @@ __device__ __forceinline__ bool is_coupled(const Slot& slot) {
 // the request is neither greedy nor in one of the modes of is_coupled. Otherwise a target token is
 // sampled for every row, and a draft is accepted if it equals this token.
 //
-// The drafts decide which of the two methods is used, and verification is nevertheless exact.
-// Whether the chain has a draft of the kind DRAFT_DENSE depends only on the tokens before the first
-// one. The drafts among these tokens are of the kind DRAFT_POINT, and both methods accept them with
-// the same probability.
+// Verification is exact although the drafts decide which of the two methods is used. Whether the
+// chain has a draft of the kind DRAFT_DENSE depends only on the tokens before the first such draft.
+// The drafts before it are of the kind DRAFT_POINT, and both methods accept them with the same
+// probability.
 __device__ __forceinline__ bool is_testing(const Slot& slot, int count) {
   bool chain = !is_coupled(slot) && slot.temperature >= GREEDY_TEMPERATURE;
   bool has_dense = false;

@@ -235,8 +235,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     const int ok = row_ok[first + j];
     const int token = target_tok[first + j];
     if ((ok != ROW_OK && ok != ROW_RELAXED) || token < 0) {
-      // A row without a usable token ends the round. It is an error only in row 0: a later row
-      // follows an accepted draft, and the next round starts with this row.
+      // A row without a usable token ends the round. This is an error only in row 0. If it happens
+      // in a later row, which follows an accepted draft, the next round continues after this draft.
       if (j == 0 && ok != 0) reason = ok == ROW_NO_TOKEN ? REASON_DEAD_END : REASON_ERROR;
       break;
     }

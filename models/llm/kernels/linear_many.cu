@@ -164,8 +164,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
       copy_async(to + n * WEIGHT_ROW_STEP * 4, at + static_cast<long long>(weight_row[n]) * inner);
     }
   };
-  // Starts the copies of the next rows of x to `stage`, if x has 16 bits, and commits them together
-  // with the copies of weights started since the last commit.
+  // If x has 16 bits, starts the copies of the next inner indices of x to pipeline stage `stage`.
+  // Then commits them as one group, together with the copies of weights that were started since the
+  // last commit.
   const auto copy_rows = [&](int stage) {
     if (next_copy.valid()) {
       Pack16* const to = staged_x + stage * X_PACKS + x_to;
@@ -222,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   // Totals over the parts of the inner dimension that this block has completed. Only the block that
   // computes a tile's first parts needs them. The other blocks store the partial sum of each part
   // in `partials`, and the last block of the tile to arrive adds these sums to the total of the
-  // first one. With TALL, the totals are in shared memory (`exchanged`) instead.
+  // first block. With TALL, the totals are in shared memory (`exchanged`) instead.
   float total[COLUMN_TILES][ROW_TILES][4];
   // row_of returns the row of sum i in row tile n, and column_of the column of sum i in column tile
   // m of this warp.

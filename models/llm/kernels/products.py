@@ -103,10 +103,10 @@ class Products:
     def can_fold_norm(self, producer: Matrix, consumer: Matrix) -> bool:
         """Return whether the norm between the products `producer` and `consumer` can be folded.
 
-        `Norm` describes folded norms. Both products must run on tensor cores. With float16 weights
+        `Norm` describes folded norms. Both products must run on tensor cores. With float16 weights,
         a norm cannot be folded, because values that are not yet divided by the root mean square may
-        exceed the range of float16. After a row-parallel shard it cannot be folded, because the
-        sums are complete only after the all-gather.
+        exceed the range of float16. If `producer` is a row-parallel shard, the norm cannot be
+        folded, because the sums are complete only after the all-gather.
         """
         if isinstance(producer, ScaledMatrix) and producer.all_gather is not None:
             return False
