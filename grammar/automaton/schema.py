@@ -25,7 +25,9 @@ from graft.grammar.automaton.values import (
 )
 from graft.grammar.regular.expression import (
     EMPTY,
+    MAX_SIZE,
     Expression,
+    NoAutomaton,
     call,
     characters,
     concat,
@@ -35,7 +37,7 @@ from graft.grammar.regular.expression import (
     text,
     union,
 )
-from graft.grammar.regular.regex import MAX_COUNT, NoAutomaton
+from graft.grammar.regular.regex import MAX_COUNT
 from graft.grammar.schema.llguidance_options import OPTIONS, PLAIN_ESCAPES, json_options
 from graft.grammar.spec import Whitespace
 
@@ -45,9 +47,14 @@ __all__ = ["Rule", "Rules", "SchemaLowering"]
 #: grammar has no brackets; its bytes are 0.
 Rule = tuple[int, int, Expression]
 
-#: Maximum number of rules, and of integers in all their expressions.
+#: Maximum number of rules.
 MAX_RULES = 1 << 14
-MAX_SIZE = 1 << 19
+#: Maximum number of integers in the expressions of all items and members that are built for a
+#: schema. Rules with equal expressions are merged, so it is larger than `MAX_SIZE`.
+MAX_BUILT = 4 * MAX_SIZE
+#: Maximum number of items of an array that may be absent although their schemas are listed. Each of
+#: them is nested in the one before it, and expressions cannot be nested more deeply.
+MAX_ABSENT_ITEMS = 256
 
 _OBJECT = (ord("{"), ord("}"))
 _ARRAY = (ord("["), ord("]"))
@@ -165,6 +172,7 @@ class _Document:
         self._rules = rules
         self._layout = layout
         self._strings = strings
+        self._size = 0  # number of integers in the results of `_item`
         self._anything: Expression | None = None
         # Rules of objects and arrays by identity; None while the rule is built, unless a part of it
         # refers to it.
@@ -204,6 +212,14 @@ class _Document:
             member = [self._strings.anything, self._layout.colon, self._anything]
             self._rules.set(thing, self._members([(concat(member), 0, None)]))
         return self._anything
+
+    def _item(self, parts: list[Expression]) -> Expression:
+        """Return the concatenation of the parts of an item or member."""
+        item = concat(parts)
+        self._size += len(item)
+        if self._size > MAX_BUILT:
+            raise NoAutomaton("the grammar is too large")
+        return item
 
     def _reference(self, reference: Reference) -> Expression:
         """Return the expression of a reference's target.
@@ -264,18 +280,20 @@ class _Document:
             if value == NOTHING and not is_required:
                 continue
             num_optional += not is_required
-            items.append((concat([key, self._layout.colon, value]), int(is_required), 1))
+            items.append((self._item([key, self._layout.colon, value]), int(is_required), 1))
         num_required = len(items) - num_optional
         low = max(objects.low - num_required, 0)
         high = None if objects.high is None else max(objects.high - num_required, 0)
         others = []
         for pattern, values in objects.patterns.items():
             key = self._strings.name_pattern(pattern, listed)
-            others.append(concat([key, self._layout.colon, self.lower(values)]))
+            others.append(self._item([key, self._layout.colon, self.lower(values)]))
         value = self.lower(objects.additional or ANYTHING)
         if value != NOTHING:
             key = self._strings.other_names(listed, list(objects.patterns))
-            others.append(concat([key, self._layout.colon, value]))
+            others.append(self._item([key, self._layout.colon, value]))
+        if max(low, high or 0) > MAX_COUNT:
+            raise NoAutomaton("the number of properties is too large")
         if num_optional and (low > 0 or high is not None):
             if others or low > 1 or (high is not None and high != 1):
                 raise NoAutomaton("the number of properties is limited")
@@ -316,8 +334,10 @@ class _Document:
         if not prefix:
             return self._members([(rest, low, high)])
         layout = self._layout
-        spaced = [concat([self.lower(item), layout.space]) for item in prefix]
+        spaced = [self._item([self.lower(item), layout.space]) for item in prefix]
         count = len(prefix)
+        if count - low > MAX_ABSENT_ITEMS:
+            raise NoAutomaton("too many items of an array may be absent")
         tail = repeat(
             concat([layout.comma, rest, layout.space]),
             max(low - count, 0),

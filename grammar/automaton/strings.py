@@ -29,9 +29,9 @@ from graft.grammar.regular.regex import (
     NoAutomaton,
     lower_regex,
     lower_search,
-    search,
 )
 from graft.grammar.schema.name_spelling import EVERY_NAME
+from graft.native import _native
 
 __all__ = ["StringSet", "StringWriter", "matches_name"]
 
@@ -46,6 +46,8 @@ _PLAIN = complement(_ESCAPED)
 _QUOTE = text('"')
 #: Maximum numbers of cached expressions of patterns, and of sets of characters.
 _MAX_CACHED = 256
+#: Maximum number of states of the automaton of a pattern and a name.
+_MAX_STATES = 32767
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,21 @@ class StringSet:
 
 @functools.lru_cache(1024)
 def matches_name(pattern: str, name: str) -> bool:
-    """Return whether the pattern of a JSON schema matches a property name."""
-    return pattern == EVERY_NAME or search(pattern, _CLASSES, name)
+    """Return whether the pattern of a JSON schema matches a property name.
+
+    The pattern is compiled to an automaton, because Python's ``re`` takes exponential time for some
+    patterns. Raise `NoAutomaton` if the automaton is too large.
+    """
+    if pattern == EVERY_NAME:
+        return True
+    found, _ = lower_search(pattern, characters, _CLASSES)
+    try:
+        _native.guide.compile_automaton([(0, 0, both(text(name), found))], _MAX_STATES)
+    except ValueError as error:
+        if "allows no text" in str(error):
+            return False
+        raise NoAutomaton(f"pattern {pattern!r}: {error}") from None
+    return True
 
 
 class StringWriter:

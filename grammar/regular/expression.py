@@ -19,7 +19,9 @@ __all__ = [
     "EMPTY",
     "MAX_CHARACTER",
     "MAX_EXPRESSION",
+    "MAX_SIZE",
     "Expression",
+    "NoAutomaton",
     "Ranges",
     "both",
     "call",
@@ -44,11 +46,17 @@ MAX_CHARACTER = 0x10FFFF
 #: Maximum number of integers in an expression. It limits the time and memory that the conversion of
 #: a grammar takes.
 MAX_EXPRESSION = 1 << 17
+#: Maximum number of integers in a grammar, that is, in the expressions of all rules.
+MAX_SIZE = 1 << 19
 _SET, _CONCAT, _UNION, _REPEAT = 1, 2, 3, 4
 _CALL, _MEMBERS, _BOTH, _MINUS = 5, 6, 7, 8
 
 #: Expression that matches only the empty text.
 EMPTY: Expression = [0]
+
+
+class NoAutomaton(ValueError):
+    """A grammar has no automaton, because graft cannot lower it to rules."""
 
 
 def characters(ranges: Ranges) -> Expression:
@@ -94,12 +102,19 @@ def text(value: str) -> Expression:
 
 
 def concat(parts: Iterable[Expression]) -> Expression:
-    """Return the concatenation of expressions."""
+    """Return the concatenation of expressions.
+
+    Raise `NoAutomaton` if it would have more than `MAX_SIZE` integers. References in a small
+    grammar can multiply the size of its expressions.
+    """
     return _combine(_CONCAT, list(parts))
 
 
 def union(options: Iterable[Expression]) -> Expression:
-    """Return the union of expressions. There must be at least one option."""
+    """Return the union of expressions. There must be at least one option.
+
+    Raise `NoAutomaton` as `concat` does.
+    """
     return _combine(_UNION, list(options))
 
 
@@ -220,6 +235,8 @@ def _combine(operation: int, parts: list[Expression]) -> Expression:
         return EMPTY
     if len(parts) == 1:
         return parts[0]
+    if sum(map(len, parts)) > MAX_SIZE:
+        raise NoAutomaton("the grammar is too large")
     out = []
     for part in parts:
         out += part

@@ -17,6 +17,7 @@ from graft.grammar.regular.expression import (
     EMPTY,
     MAX_CHARACTER,
     Expression,
+    NoAutomaton,
     Ranges,
     characters,
     complement,
@@ -35,7 +36,6 @@ __all__ = [
     "has_alternatives",
     "lower_regex",
     "lower_search",
-    "search",
 ]
 
 #: Maximum nesting of groups.
@@ -87,10 +87,6 @@ _ASCII_CLASS = re.compile(r"\[:(\^?)([a-z]+):\]")
 _GROUP_NAME = re.compile(r"P?<[A-Za-z_][A-Za-z0-9_.\[\]]*>")
 #: Characters outside ASCII with the same simple case folding as an ASCII letter.
 _FOLDED = {"k": 0x212A, "s": 0x017F}
-
-
-class NoAutomaton(ValueError):
-    """A grammar has no automaton, because graft cannot lower it to rules."""
 
 
 class _Set(NamedTuple):
@@ -163,26 +159,6 @@ def lower_search(
         longest = None
     within = shortest >= low and (high is None or (longest is not None and longest <= high))
     return writer.search(node, True, True, not start, not end), within
-
-
-def search(pattern: str, classes: Classes, text: str) -> bool:
-    """Return whether a pattern matches some part of a text; `classes` are as in `lower_regex`."""
-    return re.search(_python_pattern(_Parser(pattern, classes).parse()), text) is not None
-
-
-def _python_pattern(node: _Node) -> str:
-    """Return the pattern of Python's ``re`` that matches the same texts as a node."""
-    if isinstance(node, _Set):
-        codes = [rf"\U{low:08x}-\U{high:08x}" for low, high in node.ranges]
-        return f"[{''.join(codes)}]" if codes else "(?!)"
-    if isinstance(node, _Anchor):
-        return r"\Z" if node.at_end else r"\A"
-    if isinstance(node, _Sequence):
-        return "".join(map(_python_pattern, node.parts))
-    if isinstance(node, _Choice):
-        return f"(?:{'|'.join(map(_python_pattern, node.options))})"
-    high = "" if node.high is None else node.high
-    return f"(?:{_python_pattern(node.part)}){{{node.low},{high}}}"
 
 
 def has_alternatives(pattern: str) -> bool:

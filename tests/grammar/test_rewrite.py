@@ -108,6 +108,7 @@ SCHEMAS: list[Any] = [
         "maxProperties": 1,
     },
     {"properties": {"a": {}}, "required": ["a"], "minProperties": 2},
+    {"properties": {"a": {}}, "additionalProperties": False, "minProperties": 10**12},
     {
         "type": ["object", "null"],
         "properties": PROPERTIES,

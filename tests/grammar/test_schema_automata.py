@@ -335,6 +335,20 @@ REFUSED_BY_LOWERING = {
     "small_divisor": {"type": "number", "multipleOf": 1 / 512},
     "long_text": {"type": "string", "maxLength": 100_000},
     "many_items": {"type": "array", "maxItems": 100_000},
+    "many_properties": {"type": "object", "maxProperties": 1 << 32},
+    "many_absent_items": {"type": "array", "prefixItems": [{"type": "string"}] * 600},
+    "doubling_references": {
+        "$defs": {
+            **{f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)},
+            "d40": NULL,
+        },
+        "$ref": "#/$defs/d0",
+    },
+    "pattern_with_exponential_automaton": {
+        "type": "object",
+        "properties": {"a": NULL},
+        "patternProperties": {"(a|b)*a(a|b){15}": NULL},
+    },
 }
 
 
@@ -343,6 +357,17 @@ def test_lower_refuses_schema_without_known_rules(name: str):
     spec = GrammarSpec.json_schema(REFUSED_BY_LOWERING[name])
     with pytest.raises(NoAutomaton):
         lower(resolve_for_backend(spec, "llguidance"))
+
+
+def test_masks_with_all_bytes_apart_equal_llguidance():
+    """No two bytes of characters outside ASCII are in the same class of bytes."""
+    codes = [*range(0x80, 0xC0, 2), 0x800, 0x1000, 0x2000, 0xF000, 0x40000, 0x80000, 0x100000]
+    pattern = f"^[{''.join(map(chr, codes))}]*$"
+    strings = {
+        "a": {"type": "string", "pattern": pattern},
+        "b": {"type": "string", "maxLength": 50},
+    }
+    assert require_equal_walks(GrammarSpec.json_schema(closed(strings)), 3, 30) > 30
 
 
 def test_rules_grow_with_schema_and_not_with_nesting():

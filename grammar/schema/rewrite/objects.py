@@ -188,6 +188,8 @@ def property_count(schema: SchemaObject) -> tuple[list[Any] | None, bool]:
         low = 0
     if low == 0 and high is None:
         return [], False
+    if closed and missing > len(optional):
+        return [], False
     if closed and high is None:
         _check_combinations(math.comb(len(optional), missing))
         combinations = itertools.combinations(optional, missing)

@@ -7,8 +7,10 @@
 namespace graft::guide {
 namespace {
 
-// Maximum number of targets per state. A state with more of them has different targets for
-// different parts of Unicode, and is treated as if a character were illegal.
+// Maximum number of results per state. Untrusted grammars can have states with hundreds of
+// thousands of results, because their characters lead through different states. Such a state is
+// treated as if a character were illegal and characters led to several states, which is slower but
+// not wrong.
 constexpr int kMaxTargets = 1024;
 
 // Ranges of the bytes of characters.
@@ -33,14 +35,16 @@ constexpr std::array<Form, 11> kForms = {{
 }};
 
 // Calls visit(next) for the results of all characters of a form, whose first `index` bytes have
-// been read: a state, kDead, or the action of a byte. The call ends and returns false if visit()
-// returns false.
+// been read: a state, kDead, or the action of a byte. Neighbouring bytes that lead to the same
+// state count as one. The call ends and returns false if visit() returns false.
 template <typename Visit>
 bool visit_targets(const Machine& machine, int32_t state, const Form& form, int index,
                    Visit visit) {
   const ByteRange range = form.bytes[at(index)];
-  for (int c = machine.classes()[range.low]; c <= machine.classes()[range.high]; ++c) {
+  const int first = machine.classes()[range.low];
+  for (int c = first; c <= machine.classes()[range.high]; ++c) {
     const int16_t next = machine.of_class(state, c);
+    if (c > first && next == machine.of_class(state, c - 1)) continue;
     const bool is_last = next < 0 || index + 1 == form.length;
     if (is_last ? !visit(next) : !visit_targets(machine, next, form, index + 1, visit))
       return false;
@@ -67,8 +71,9 @@ TextStates::TextStates(const Machine& machine, const Distances& distances) {
     bool is_legal = true;
     targets.clear();
     const auto visit = [&](int16_t next) {
-      is_same = is_same && next == first;
-      is_legal = is_legal && next >= 0 && ++count <= kMaxTargets;
+      const bool is_limited = ++count <= kMaxTargets;
+      is_same = is_same && is_limited && next == first;
+      is_legal = is_legal && is_limited && next >= 0;
       if (targets.empty() || targets.back() != next) targets.push_back(next);
       return is_same || is_legal;
     };
