@@ -43,7 +43,7 @@ PARALLEL = $(if $(shell $(PY) -c "import xdist" 2>&1),, \
   -n $(shell expr $(CORES) + 2) --maxprocesses 9 --dist loadfile --no-loadscope-reorder)
 RUN_TESTS = $(PY) -m pytest $(TESTS)
 
-.PHONY: help setup tree demo demo-llm docs test test-full test-sanitize soak test-cuda gpu \
+.PHONY: help setup tree demo demo-llm docs charts test test-full test-sanitize soak test-cuda gpu \
   lint clean test-ptx test-strict native
 
 help: ## list the targets
@@ -123,6 +123,9 @@ test: setup ## run the tests of at most a minute each, on the soft device; about
 
 test-full: setup install-kernels install-docs install-charts install-lint ## run all tests but the endurance tests, on the soft device
 	@GRAFT_DEVICE=soft $(RUN_TESTS) --full -o faulthandler_timeout=3600 $(PYTEST)
+
+charts: install-charts ## draw the charts of the recorded results again
+	@$(PY) results/plots.py
 
 soak: setup ## run the endurance tests, on the soft device
 	@GRAFT_DEVICE=soft $(RUN_TESTS) --soak -o faulthandler_timeout=0 $(PYTEST)

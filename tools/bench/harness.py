@@ -116,7 +116,7 @@ def draw(charts: Sequence[Chart], note: str, path: Path) -> None:
             panel.plot(x, y, marker="o", label=name)
         panel.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
         panel.set_xlim(left=0)
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(0, 1.05 * panel.get_ylim()[1])
         panel.grid(axis="y", alpha=0.4)
         if chart.series:
             panel.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
