@@ -19,7 +19,7 @@
 // 2^63.
 #define SUM_UNITS 274877906944.0f
 
-// The first invalid input of a batch row.
+// The first invalid input of a batch row (one sequence whose drafts are verified).
 struct GivenFault {
   int code;         // GIVEN_*; 0: all inputs are valid
   int j;            // index of the draft, or of the row of logits
@@ -28,7 +28,7 @@ struct GivenFault {
   int unused;
 };
 
-// Returns element i of an array of integers of 4 or 8 bytes.
+// Returns element i of an array of integers, each of which has 4 or 8 `bytes`.
 __device__ __forceinline__ long long integer_at(const void* array, int bytes, long long i) {
   return bytes == 8 ? reinterpret_cast<const long long*>(array)[i]
                     : reinterpret_cast<const int*>(array)[i];

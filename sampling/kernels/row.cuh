@@ -20,8 +20,8 @@
 #include "philox.cuh"
 
 #ifdef __SOFTCUDA__
-// With this option, the soft device's compiler needs 2/3 of the time that it needs with -O3, and
-// the kernels are equally fast.
+// With this option, the compiler of the soft device takes 2/3 of the time that it takes with -O3,
+// and the kernels run equally fast.
 #pragma softcuda quick
 #endif
 
@@ -268,8 +268,8 @@ __device__ __forceinline__ u64 own_best(const Row& row, const Slice& own, float*
   return best_column < 0 ? 0 : pack_key(best, best_column);
 }
 
-// Does the same as own_best if the block has a single thread. The loop over the columns of a mask
-// word vectorizes on the soft device.
+// Returns the same as own_best, for blocks with a single thread. The loop over the columns of a
+// mask word vectorizes on the soft device.
 template <bool MAPPED, bool STORE>
 __device__ __forceinline__ u64 only_best(const Row& row, const Slice& own, float* work) {
   const float minus_infinity = __uint_as_float(0xff800000u);

@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
   }
 }
 
-// Data about a batch row that sample_draft reads from host memory.
+// What sample_draft reads from host memory for one batch row.
 struct DraftInput {
   int known;          // token of the draft; -1: it is sampled
   int state;          // ROW_* of the mask row under which it is sampled
@@ -183,7 +183,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
     if (!skip_row(cross_block[b], from, to, scratch) || token < 0) return;
   } else {
     float* x = logits + static_cast<long long>(b) * draft_vocab;
-    // If the grammar tests the slot's candidates, draft_candidates has already adjusted the logits.
+    // If the grammar tests candidates for this slot (probed), the kernel draft_candidates has
+    // already adjusted the logits.
     if (from == STEP_BEST && (!probed || input.unconstrained)) {
       adjust_draft(x, own_slice(draft_vocab), {draft_vocab, d2t, t2d}, slot, path_of(slot, j - 1),
                    position, table_of(tables, vocab_size, index), vocab_size, drafted);

@@ -33,8 +33,8 @@
 #define ACCEPT_PROB_DECAY 0.8f          // weight of the old value in a round that tested the draft
 #define ACCEPT_PROB_RECOVERY 0.015625f  // step towards the initial value in any other round
 
-// State of one running request. Python accesses this struct by field name (sampling/state.py).
-// SlotState.join passes it to the kernel by value.
+// State of one running request, in device memory. Python accesses this struct by field name
+// (sampling/state.py). SlotState.join passes a new one to the kernel slot_join by value.
 struct Slot {
   int n;          // position of `last`
   int last;       // last committed token
@@ -53,8 +53,8 @@ struct Slot {
   int top_k;          // 0: disabled
   int num_stop_ids;
   int stop_ids[MAX_STOP_IDS];
-  // Drafts are rows 1 to draft_len of a tree whose row 0 is `last`. The arrays store the draft of
-  // row j at index j - 1.
+  // Drafts are rows 1 to draft_len of a tree whose row 0 is `last` (a chain is a tree too). The
+  // following arrays store the data of row j at index j - 1.
   int drafts[MAX_DRAFTS];  // target ids
   int parent[MAX_DRAFTS];  // parent row, smaller than j; j - 1 in a chain
   unsigned long long
@@ -133,8 +133,8 @@ __device__ __forceinline__ const RoundRow* round_row(const RoundRow* rows, int r
 }
 
 // Returns the state of a mask row for the token after `position`: ROW_NOT_READY if the stamp
-// belongs to another request (epoch) or position. The state of all rows of a request without a
-// grammar is ROW_FREE at every position.
+// belongs to another request (epoch) or position. For a request without a grammar, the state of
+// every mask row is ROW_FREE at every position.
 __device__ __forceinline__ int stamped_state(const RowStamp& stamp, int epoch, int position) {
   if (stamp.epoch != epoch) return ROW_NOT_READY;
   if (stamp.state == ROW_FREE && stamp.detail != 0) return ROW_FREE;

@@ -45,8 +45,8 @@ __device__ __forceinline__ bool is_probed(const int* exchange, const ExchangeLay
 // Finds, for each parent of the nodes of a level, the ids with the greatest weights as next token,
 // and the logarithms of their shares of the total weight. For greedy requests, the weight of an id
 // is its probability p. For sampled requests, it is p / E, where E is the exponential variate that
-// the target will use for the same id and position (row.cuh). One value of blockIdx.x per row of
-// logits.
+// the target will use for the same id and position (row.cuh). The blocks with one value of
+// blockIdx.x process one row of logits.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     tree_candidates(float* logits, int draft_vocab, int token_limit, const int* d2t, const int* t2d,
                     const int* row_slot, int level, const TreeSize tree, const int* tables,
@@ -197,7 +197,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   if (index < 0 || !is_drafting(slots[index], *round_row(rows, row_words, b), 1)) return;
   Slot& slot = slots[index];
   const int count = level == 1 ? 1 : tree.branch;
-  // All of these loads from host memory are in flight at the same time.
+  // These loads from host memory are independent of each other, so that all of them are in flight
+  // at the same time.
   if (layout.mode == DRAFT_MODE_TREE_PROBE) {
     const int* words = answer_words(exchange, layout, index);
     for (int f = tid; f < count; f += BLOCK) tested[f] = static_cast<u32>(words[f]);

@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     weight = !(qd > 0.0f) ? 0.0f : mass >= qd ? 1.0f : fdiv(mass, qd);
   }
 
-  // The draft passes if a uniform random number is less than win / (win + lose).
+  // The draft passes its test if a uniform random number in [0, 1) is less than win / (win + lose).
   float win = weight;
   float lose = fadd(1.0f, -weight);
   if (!per_token && j < end && weight > 0.0f && weight < 1.0f) {

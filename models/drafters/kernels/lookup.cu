@@ -110,7 +110,7 @@ struct Lookup {
   }
 };
 
-// A chosen draft or a candidate.
+// A chosen draft, or a candidate for the next draft.
 struct Candidate {
   int token;
   int parent;  // number of the parent draft, from 1; 0 for the last token of the request

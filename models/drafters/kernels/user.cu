@@ -16,7 +16,8 @@ extern "C" __global__ void copy_rows_to_host(const int* token, const int* slot, 
   }
 }
 
-// Deactivates the requests for which the drafter function has failed.
+// Deactivates the requests for which the drafter function has failed; the host has written FAILED
+// as their first draft.
 extern "C" __global__ void end_failed(const int* row_slot, int batch, const int* proposal,
                                       int max_drafts, Slot* slots) {
   for (int b = threadIdx.x; b < batch; b += blockDim.x) {

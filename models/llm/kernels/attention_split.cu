@@ -27,8 +27,8 @@
 #ifndef CACHE16
 #define CACHE16 bf16_t
 #endif
-// Type of the output. Rounding float results to 16 bits here gives the same bits as rounding them
-// when the next product loads them.
+// Type of the output. With a 16-bit type, this kernel rounds its results; the next product would
+// otherwise round them to the same bits when it loads them.
 #ifndef OUT
 #define OUT float
 #endif
@@ -139,8 +139,8 @@ __device__ __forceinline__ void fold_sum(Floats4* sum, float shrink, const Float
   add_scaled(sum, part, by);
 }
 
-// Factors with which the weighted sums of the next part of the positions are added to those of all
-// earlier parts, for one query, as in an online softmax.
+// Factors of an online softmax for one query, whose positions are divided into parts: they scale
+// the weighted sums of all earlier parts and those of the next part before both are added.
 struct FoldFactors {
   float shrink;  // factor of the sums of the earlier parts
   float by;      // factor of the sums of the next part
@@ -163,8 +163,8 @@ __device__ __forceinline__ void store_four(T* y, const Floats4& x) {
   *reinterpret_cast<Pack8*>(y) = {{pack_pair<T>(x.f[0], x.f[1]), pack_pair<T>(x.f[2], x.f[3])}};
 }
 
-// Stores sum / mass, where `mass` is the sum of the unnormalized softmax weights. Padding rows have
-// mass 0 and give zeros.
+// Stores sum / mass, the attention output of four dimensions. `mass` is the sum of the unnormalized
+// softmax weights; it is 0 for padding rows, whose output is 0.
 __device__ __forceinline__ void store_quotient(OUT* y, Floats4 sum, float mass) {
   const float inverse = mass == 0.0f ? 0.0f : 1.0f / mass;
 #pragma unroll
@@ -180,8 +180,8 @@ __device__ __forceinline__ void store_quotient(OUT* y, Floats4 sum, float mass) 
 // and a tile of the plan QUERY_TILES times as many. No row has more than `part_count` parts. If
 // several blocks compute the parts of a tile, they store the results in `parts` [gridDim.x,
 // gridDim.y, part_count, QUERIES, PART_WIDTH], and count in `arrived` [gridDim.x, gridDim.y] how
-// many of them have finished. The first index of both is the first of these blocks. The counters
-// must be zero before a launch, and are zero again after it.
+// many of them have finished. The first index of both arrays is the number of the first of these
+// blocks. The counters in `arrived` must be zero before a launch, and are zero again after it.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, QUERY_TILES == 1 ? 2 : 1)
     attention_split(const float* qkv, const int* slot, const int* pos,
                     const unsigned long long* ancestors, const int* page_table, const CACHE16* keys,
@@ -191,7 +191,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, QUERY_TILES == 1 ? 2 : 
                     unsigned int* arrived) {
   wait_for_previous_kernel();
 #if QUERY_TILES == 1
-  // [query tile][chunk][high or low part][query g or g + 8][lane]
+  // Queries, split into high and low parts, indexed [query tile][chunk of 32 dimensions][high or
+  // low part][query g or g + 8][lane].
   __shared__ Pack16 query[1][CHUNKS][2][2][32];
   __shared__ Floats4 folded_sum[QUERIES][WIDE_HEAD / 4];  // each thread reads only its own values
 #else
@@ -221,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, QUERY_TILES == 1 ? 2 : 
   const int tile_rows = 16 / tile_heads;                              // rows of a query tile
   const int row_in_tile[2] = {g / tile_heads, (g + 8) / tile_heads};  // of queries g and g + 8
 
-  // To combine the results of the warps, each thread handles 4 dimensions of one query per pass.
+  // When the results of the warps are added, each thread adds 4 dimensions of one query per pass.
   const int own_query = threadIdx.x / 8, sum_index = threadIdx.x % 8;
   const auto dimension_of = [&](int pass) {
     return 64 * (pass / 2) + sum_index / 2 * 16 + 8 * (pass % 2) + sum_index % 2 * 4;
@@ -270,7 +271,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, QUERY_TILES == 1 ? 2 : 
     const long long number = static_cast<long long>(span.first_block) * gridDim.y + blockIdx.y;
     float* const tile_workspace = parts + number * part_count * QUERIES * PART_WIDTH;
 
-    // Load queries to shared memory. Every warp loads some of the dimensions.
+    // Load the tile's queries to shared memory. Each warp loads every WARPS-th chunk of 32
+    // dimensions of all queries.
     for (int q = 0; q < QUERY_TILES; ++q) {
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
@@ -301,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, QUERY_TILES == 1 ? 2 : 
     __syncthreads();
 
     for (int part = first_part; part < end_part; ++part) {
-      // The sums of this warp, see SUMS.
+      // What this lane accumulates over the part for each query tile, see SUMS.
 #if QUERY_TILES == 1
       Floats4 own_sums[SUMS] = {};
       const auto sums_of = [&](int, int i) -> Floats4& { return own_sums[i]; };
@@ -346,8 +348,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, QUERY_TILES == 1 ? 2 : 
         const int row = only, here = first;
         const int seen = tile[max(row, 0)].pos - first;  // last visible of the 16 positions
         more = next_step();
-        // If the next step is for the same positions, another row and a chain, the keys and values
-        // are already loaded, unless that row attends to later positions than this one.
+        // If the next step has the same positions for another row of a chain, their keys and values
+        // are already loaded, unless that row attends to later positions than the current row.
         loads = more && (first != here || !all.is_chain || tile[only].pos > tile[row].pos);
         if (loads) at = locate(pages, tile[max(only, 0)], first);
         if (row >= 0) {
@@ -441,8 +443,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, QUERY_TILES == 1 ? 2 : 
         }
       }
 
-      // Combine the warps' results in warp order. Each `pass` combines 32 of the 64 dimensions from
-      // 64 * (pass / 2): of every 16, the first 8 if `pass` is even, otherwise the last 8.
+      // Add the results of the warps in the order of the warps, 32 dimensions per `pass`. A pass
+      // covers half of the 64 dimensions from 64 * (pass / 2) on: of every 16 dimensions, the first
+      // 8 if `pass` is even, otherwise the last 8.
 #pragma unroll
       for (int q = 0; q < QUERY_TILES; ++q) {
         Floats4 state = sums_of(q, SUMS - 1);
@@ -472,7 +475,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, QUERY_TILES == 1 ? 2 : 
             Floats4 all_sum = {};
             for (int w = 0; w < WARPS; ++w) all_top = fmaxf(all_top, part_top[w][own_query]);
             for (int w = 0; w < WARPS; ++w) {
-              // A warp without steps for the row has mass 0 and adds exact zeros.
+              // A warp that has processed no positions of the row has mass 0 and adds exact zeros.
               const float mass = part_mass[w][own_query];
               const float by = mass > 0.0f ? exp_exact(part_top[w][own_query] - all_top) : 0.0f;
               all_mass = fmaf(mass, by, all_mass);

@@ -105,15 +105,15 @@ __device__ __forceinline__ void score_keys(const Query* query, const float* key,
   }
 }
 
-// Converts the scores of `count` positions to softmax weights and updates the maximum score and the
-// mass (sum of weights) of the queries. `shrink` receives, for each query, the factor by which its
-// sums over earlier tiles must be multiplied. The weights of a tile are added pairwise, in a fixed
-// tree.
+// Replaces the scores of `count` positions by softmax weights, and updates the maximum score and
+// the mass (sum of weights) of COUNT queries. `shrink` receives, for each query, the factor by
+// which its sums over earlier tiles must be multiplied. The weights of a tile are added in the
+// order of a fixed binary tree.
 template <int COUNT>
 __device__ __forceinline__ void softmax_weights(Query* query, float (*score)[TILE], int count,
                                                 float* shrink) {
-  // A NaN score must not become the maximum: a > b is then false and the result is b, the maximum
-  // so far.
+  // A NaN score `a` must not become the maximum: a > b is false for NaN, so the result is b, the
+  // maximum so far.
   const auto greater = [](Lanes a, Lanes b) { return a > b ? a : b; };
   Lanes tops[LANES] = {}, mass[LANES] = {};
   for (int i = 0; i < COUNT; ++i) {
@@ -168,8 +168,8 @@ __device__ __forceinline__ void add_values(Query* query, const float (*weight)[T
   }
 }
 
-// Processes `count` positions of a tile for COUNT queries: updates their maximum score, their mass
-// (sum of weights) and their weighted sums of values.
+// Lets COUNT queries attend to the first `count` positions of a tile: updates the maximum score,
+// the mass (sum of weights) and the weighted sums of values of each query.
 template <int COUNT>
 __device__ __noinline__ void attend(Query* query, const Tile& tile, int count) {
   float score[COUNT][TILE], shrink[COUNT];

@@ -116,7 +116,7 @@ extern "C" __global__ void attention_warp(const float* qkv, const int* slot, con
     float all_mass = 0.0f;
     float all_sum = 0.0f;
     for (int w = 0; w < WARPS; ++w) {
-      // A warp without tiles has mass 0 and adds exact zeros.
+      // A warp that has processed no positions has mass 0 and adds exact zeros.
       const float shrink = part_mass[w] > 0.0f ? exp_exact(part_top[w] - all_top) : 0.0f;
       all_mass = fmaf(part_mass[w], shrink, all_mass);
       all_sum = fmaf(part_sum[w][d], shrink, all_sum);

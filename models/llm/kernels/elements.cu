@@ -39,7 +39,8 @@ extern "C" __global__ void gather_rows(const WEIGHT* x, const int* index, float*
   for (int i = chunk.begin; i < chunk.end; ++i) to[i] = known ? to_float(from[i]) : 0.0f;
 }
 
-// Computes out = silu(gate) * up. A row of `gate_up` has the values of gate, then those of up.
+// Computes out = silu(gate) * up. A row of `gate_up` has `width` values of gate, then `width`
+// values of up.
 extern "C" __global__ void silu_mul(const float* gate_up, OUT* out, int rows, int width) {
   wait_for_previous_kernel();
   const Chunk chunk = chunk_of_thread(width);

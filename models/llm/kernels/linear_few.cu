@@ -15,7 +15,8 @@
 #define STAGE (CHUNK / TILES)    // inner indices per stage: a chunk or half a chunk
 #define STEPS (STAGE / 32)
 
-// The overloads of load_x load eight values of a row of x and convert them to WEIGHT16.
+// The overloads of load_x load eight values of a row of x and convert them to WEIGHT16, the type of
+// the mma operands.
 __device__ __forceinline__ Pack16 load_x(const WEIGHT16* from, int) {
   return *reinterpret_cast<const Pack16*>(from);
 }
@@ -56,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     from[n] = x + static_cast<long long>(row < rows ? row : rows - 1) * inner + 8 * t;
   }
   const int chunks = inner / CHUNK;
-  // Number of stages of this warp, and the first inner index of one of them.
+  // The number of pipeline stages of this warp. inner_of returns the first inner index of a stage.
   const int stages = (chunks - warp + WARPS - 1) / WARPS * TILES;
   const auto inner_of = [&](int stage) {
     return (warp + stage / TILES * WARPS) * CHUNK + stage % TILES * STAGE;

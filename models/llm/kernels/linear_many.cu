@@ -31,8 +31,8 @@
 #define COLUMN_TILES (OUTPUTS / 16 / COLUMN_WARPS)
 #define ROWS (ROW_BLOCK >> SPLIT_X)  // rows of x per block
 #define X_PACKS (ROW_BLOCK * PACKS)
-// Numbers of weights and of packs of x that a thread copies per stage, and the distances between
-// the rows of two successive copies of a thread.
+// How many copies of weights and how many packs of x a thread makes per pipeline stage, and the
+// distance between the rows of two successive copies.
 #define WEIGHT_COPIES (OUTPUTS * COPIES / (WARPS * 32))
 #define WEIGHT_ROW_STEP (WARPS * 32 / COPIES)
 #define X_COPIES (X_PACKS / (WARPS * 32))
@@ -50,8 +50,9 @@
 #define KEEPS_OPERANDS (ROW_TILES > 2 && !WEIGHT8)
 #define SPLIT_PAIRS (TALL ? 8 : 4)  // pairs per batch with split K
 
-// Sizes of a batch of the epilogue. For each batch, a thread loads what PAIRS pairs of outputs need
-// and then stores these outputs. Each output is the sum of up to SUMS partial sums.
+// The epilogue stores the outputs of a thread in batches. For each batch, the thread loads what
+// PAIRS pairs of outputs need, and then stores these outputs. Each output is the sum of up to SUMS
+// partial sums.
 template <int PAIRS_, int SUMS_>
 struct Batch {
   static constexpr int PAIRS = PAIRS_;
@@ -101,9 +102,9 @@ struct StageIterator {
   }
 };
 
-// Grid: (rows / ROW_BLOCK, columns / 128, splits). Blocks with consecutive indices run at the same
-// time and use the same weights, so the weights are read from memory only once. With SPLIT_X, a row
-// of x takes two rows of the mma operand B, so a block has half as many rows of x.
+// Grid: (rows / ROW_BLOCK, columns / 128, splits). Blocks with consecutive blockIdx.x use the same
+// weights. They run at the same time, so the weights are read from global memory only once. With
+// SPLIT_X, a row of x takes two rows of the mma operand B, so a block has half as many rows of x.
 //
 // With split K, several blocks compute one tile. Each computes some of the PARTS partial sums of
 // every output of the tile. The block that computes the first partial sums adds its own ones in
@@ -135,8 +136,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   const int own_end = current.end;
   Weights* const staged_weight = reinterpret_cast<Weights*>(staged);
   Pack16* const staged_x = reinterpret_cast<Pack16*>(staged_weight + STAGES * OUTPUTS * PACKS);
-  // Sums of the tile, each at index exchange_index(row, column). Unless TALL, they reuse the memory
-  // of the stages.
+  // Shared memory for the sums of the tile, at index exchange_index(row, column). Unless TALL, it
+  // is the memory of the pipeline stages, which are no longer needed when the sums are complete.
   float* const exchanged = reinterpret_cast<float*>(TALL ? staged_x + STAGES * X_PACKS : staged);
 
   // What this thread copies to every pipeline stage. For the weights and for x: the offset of the
@@ -179,8 +180,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
     }
     commit_copies();
   };
-  // Registers for prefetched float inputs. Inputs are loaded to them before half `sub` of a
-  // pipeline stage is multiplied, and stored from them to shared memory afterwards.
+  // Registers for float inputs of the next pipeline stage. load_x loads inputs to them before half
+  // `sub` of a stage is multiplied, and store_x stores them to shared memory afterwards.
   Floats4 prefetched[X_AT_ONCE][2];
   const auto load_x = [&](int sub) {
 #pragma unroll
@@ -225,8 +226,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   // in `partials`, and the last block of the tile to arrive adds these sums to the total of the
   // first block. With TALL, the totals are in shared memory (`exchanged`) instead.
   float total[COLUMN_TILES][ROW_TILES][4];
-  // row_of returns the row of sum i in row tile n, and column_of the column of sum i in column tile
-  // m of this warp.
+  // Of the four sums that a lane holds for a pair of mma tiles, row_of returns the output row of
+  // sum i in row tile n, and column_of the output column of sum i in column tile m.
   const auto row_of = [&](int n, int i) { return own_row + n * 8 + 2 * t + i % 2 >> SPLIT_X; };
   const auto column_of = [&](int m, int i) { return own_column + m * 16 + g + i / 2 * 8; };
   const auto end_part = [&](int part) {
@@ -248,8 +249,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
         for (int i = 0; i < 4; ++i) {
           const float value = SPLIT_X ? sum[m][n][i & 2] + sum[m][n][i | 1] : sum[m][n][i];
           const int r = row_of(n, i), c = column_of(m, i);
-          // The first block of a tile adds its partial sums in order. The other blocks store each
-          // partial sum, so that the last block to arrive can add them in order too.
+          // With split K, the block with the first parts of a tile adds its partial sums in order.
+          // The other blocks store each partial sum, so that the last block to arrive can add them
+          // in order too.
           const float folded =
               begin > 0 || part == 0 ? value : (TALL ? before[n][i] : total[m][n][i]) + value;
           if (!TALL) total[m][n][i] = folded;

@@ -101,8 +101,8 @@ struct Output {
   float* norm_square_sums;  // [rows, columns / GROUP], receives sums of squares of the result
 };
 
-// Operands of the epilogue that applies RoPE and writes the KV cache. It is compiled in if
-// ROPE_HEAD_DIM is not 0.
+// Operands of the epilogue (code that stores results) that applies RoPE and writes the KV cache.
+// This epilogue is compiled if ROPE_HEAD_DIM is not 0.
 struct RopeStore {
   const float* rope_table;  // [positions, head_dim]: cosines, then sines
   const int* slot;
@@ -221,7 +221,7 @@ __device__ __forceinline__ RowState load_row_state(const Output& y, const RopeSt
 }
 
 // Loads the cosine and the sine for the rotation of an output, and the KV-cache page that a key or
-// value is stored to. They depend on the position and slot of the row.
+// value is stored to. Both depend on the position and slot of the row (`state`).
 __device__ __forceinline__ void load_rotation(EpilogueInputs* in, const Output& y,
                                               const RopeStore& to, const RowState& state,
                                               int column) {
@@ -242,9 +242,9 @@ __device__ __forceinline__ void load_rotation(EpilogueInputs* in, const Output& 
 #endif
 }
 
-// Stores outputs `column` and `column` + 8 of a row. Eight adjacent lanes store a group of 16
-// columns. All lanes of the warp must call the function, because it contains a shuffle. Rows and
-// columns after the end are skipped.
+// Stores outputs `column` and `column` + 8 of a row, whose sums are `top` and `low`. Eight adjacent
+// lanes store a group of 16 columns. All lanes of the warp must call the function, because it
+// contains a shuffle. Rows and columns after the end are skipped.
 __device__ __forceinline__ void store_pair(const Output& y, const EpilogueInputs& in,
                                            const RopeStore& to, int row, int column, float top,
                                            float low) {

@@ -19,8 +19,8 @@ struct alignas(COUNT * sizeof(T)) Pack {
   T item[COUNT];
 };
 
-// Loads PACK values. If the rows of W and x are ALIGNED, the loads are vector loads: of four
-// floats, or of PACK values of a smaller type. Otherwise they are scalar loads of the same values.
+// Loads PACK adjacent values and converts them to float. If ALIGNED (each row of W and x begins at
+// a multiple of PACK values), these are vector loads, otherwise scalar loads.
 template <bool ALIGNED, typename T>
 __device__ __forceinline__ void load_pack(const T* from, float* to) {
   if (ALIGNED) {

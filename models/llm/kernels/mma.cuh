@@ -82,7 +82,7 @@ __device__ __forceinline__ Pack16 widen(const Pack8& pack) {
 
 #ifndef __CUDA_ARCH__
 #define MMA_WARPS 32
-// Fragments of A and B of all lanes of a warp.
+// The parts of the mma operands A and B that each lane of a warp holds.
 struct MmaLanes {
   unsigned int a[32][4];
   unsigned int b[32][2];

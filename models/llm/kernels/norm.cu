@@ -105,9 +105,9 @@ extern "C" __global__ void head_norm(float* qkv, const float* query_weight, cons
   norm_row(x, head < heads ? query_weight : key_weight, x, head_dim, eps);
 }
 
-// Computes x = [norm(table[token]), norm(hidden)]; a token out of range gives zeros. Sets
-// `residual` to `hidden`, or to norm(hidden) if norm_before_residual is not 0. `hidden` and
-// `residual` may be the same array.
+// Computes the input of an EAGLE head, x = [norm(table[token]), norm(hidden)] for each row. A token
+// out of range gives zeros instead of its embedding. Sets `residual` to `hidden`, or to
+// norm(hidden) if norm_before_residual is not 0. `hidden` and `residual` may be the same array.
 extern "C" __global__ void eagle_input(const WEIGHT* table, const int* token, const float* hidden,
                                        const float* embedding_norm, const float* hidden_norm,
                                        float* x, float* residual, int rows, int vocab, int width,

@@ -32,7 +32,7 @@ __device__ __forceinline__ Pair load_both(const bf16_t* a, const bf16_t* b) {
   Pair x, y;
   asm("vmovdqu16 %1, %x0" : "=v"(x) : "m"(*reinterpret_cast<Eight*>(a)));
   asm("vmovdqu16 %1, %x0" : "=v"(y) : "m"(*reinterpret_cast<Eight*>(b)));
-  // The mask clears the low 16 bits of each float.
+  // Places each bfloat16 in the upper 16 bits of a float; the mask clears the lower 16 bits.
   asm("vpermt2w %2, %1, %0%{%3%}%{z%}" : "+v"(x) : "v"(ids), "v"(y), "Yk"(0xaaaaaaaau));
   return x;
 }
@@ -102,7 +102,7 @@ __device__ __forceinline__ Pair fma_pair(const Pair& a, const Pair& b, const Pai
 }
 #endif
 
-// Sums the lanes of each half of COUNT pairs.
+// Sums the eight lanes of each half of COUNT pairs.
 template <int COUNT>
 __device__ __forceinline__ void fold_pairs(const Pair* of, float (*sum)[2]) {
 #if WIDE

@@ -1,9 +1,10 @@
 #include "graft.cuh"
 
-// Writes the forward rows of prompt tokens begin .. end-1, and padding, as six arrays of `rows`
-// entries: token, next token, slot and position for the target, and slot and position for the
-// drafter. `last` is the index of the last prompt token. It is fed to the drafter only, because the
-// first round feeds it to the target. Slot and position of padding are -1. One block.
+// Writes the input rows of a prefill chunk, the prompt tokens begin .. end - 1 and padding, as six
+// arrays of `rows` entries: token, next token, slot and position for the target, and slot and
+// position for the drafter. `last` is the index of the last prompt token. This token is fed to the
+// drafter only, because the request's first round feeds it to the target. Slot and position of
+// padding are -1. One block.
 extern "C" __global__ void prompt_rows(const int* tokens, int slot, int begin, int end, int last,
                                        int rows, int* out) {
   for (int r = static_cast<int>(threadIdx.x); r < rows; r += static_cast<int>(blockDim.x)) {
