@@ -131,10 +131,10 @@ class Drafter:
         has this attribute: a drafter class inherits it, and a function needs the line
         ``function.feeds_blocks = True``.
     lookahead
-        The entries of a position in `caches` depend on the tokens up to this position and on this
-        number of tokens after it. None means that the entries depend on other state, and that the
-        prefix cache therefore cannot share them. A drafter that sets `lookahead` and keeps state of
-        a request outside `caches` must override `resume`.
+        Number of tokens after a position on which the entries of this position in `caches` depend,
+        in addition to the tokens up to the position. None means that the entries depend on other
+        state, so that the prefix cache cannot share them. A drafter that sets `lookahead` and keeps
+        state of a request outside `caches` must override `resume`.
     """
 
     shape: TreeShape

@@ -94,8 +94,9 @@ class InternalOptions:
         Whether a round is launched before the host has read the previous one.
     composition
         "one": a round is one graph. "two": the graph ends after verification. The drafter runs in
-        further graphs, and the host launches each of them after the grammar step that it depends on
-        has completed. Rounds do not overlap then. This measures the benefit of a single graph.
+        further graphs. The host launches each of these graphs after the grammar step on which the
+        graph depends has completed, so rounds do not overlap. This measures the benefit of a single
+        graph.
     activations
         Precision of the activations that are multiplied with 16-bit weights on GPUs. "rounded":
         rounded to the type of the weights, as in training and serving; sums and everything else are

@@ -101,9 +101,10 @@ class Weights:
         ``*.weight`` has a bias ``*.bias``. The result is a `ScaledMatrix` if there are biases or
         row scales (dtype E4M3); otherwise it is a plain array.
 
-        If `interleave` returns a group size for the dtype and shape of the result, the two halves
-        of every group are interleaved in blocks of 8 rows, as the fused kernels read them. If
-        `interleave` is None or returns 0, the rows keep their order.
+        If `interleave` returns a group size for the dtype and shape of the result, the rows are
+        divided into groups of this size, and the two halves of every group are interleaved in
+        blocks of 8 rows, as the fused kernels read them. If `interleave` is None or returns 0, the
+        rows keep their order.
         """
         arrays = []
         scales = []

@@ -49,8 +49,9 @@ class AttentionPlan:
     heads
         Number of query heads.
     query_tiles
-        Number of tensor-core tiles for the queries of one entry of `tiles` and one head tile. If it
-        is 0, attention runs without tensor cores, and the attributes below are not set.
+        Number of query tiles (tensor-core tiles of 16 queries) into which the queries of one entry
+        of `tiles` and one head tile are divided. If it is 0, attention runs without tensor cores,
+        and the attributes below are not set.
     blocks
         Number of blocks that divide the work on one head tile among themselves.
     head_tiles

@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   Weights* const staged_weight = reinterpret_cast<Weights*>(staged);
   Pack16* const staged_x = reinterpret_cast<Pack16*>(staged_weight + STAGES * OUTPUTS * PACKS);
   // Shared memory for the sums of the tile, at index exchange_index(row, column). Unless TALL, it
-  // is the memory of the pipeline stages, which are no longer needed when the sums are complete.
+  // is the memory of the pipeline stages, which are not used after the sums are complete.
   float* const exchanged = reinterpret_cast<float*>(TALL ? staged_x + STAGES * X_PACKS : staged);
 
   // What this thread copies to every pipeline stage. For the weights and for x: the offset of the
