@@ -241,6 +241,8 @@ def test_wheel_contains_runtime_files_only(tmp_path):
         )
     }
     assert len(required) > 100 and required <= names
+    folders = {name.parts[:2] for name in names if "dist-info" not in name.parts[0]}
+    assert folders == {("graft", package) for package in PACKAGES}
     extra = {
         name
         for name in names - required
