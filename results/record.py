@@ -124,6 +124,8 @@ def main() -> None:
         command = [sys.executable, "-m", *shlex.split(f"graft.tools.{COMMANDS[name]}")]
         subprocess.run([*command, "--json", str(output)], cwd=ROOT, check=True)
         results = json.loads(output.read_text(encoding="utf-8"))
+    if name in TIMED:
+        results = {"load_average_before": load} | results
     print(f"wrote {write(name, results, commit)}")
 
 
