@@ -89,10 +89,10 @@ __device__ int column_of(unsigned long long best) {
 }
 
 // Verifies the drafts of each slot. WHY THE OUTPUT IS EXACT: the loop reaches row j only if drafts
-// 1 to j equal the tokens committed before. The row's mask is then that of decoding without drafts,
-// and so are its logits, whose bits do not depend on the other rows. The committed token is their
-// argmax; a draft only decides whether the loop goes on. A mask row counts only if its stamp is the
-// position of the token before the masked one, so an old row is not used if a host step has failed.
+// 1 to j equal the tokens that it has committed. The row's mask is then that of decoding without
+// drafts, and so are its logits: their bits depend on the text up to the row, not on later drafts
+// or other slots. The committed token is their argmax; a draft only decides whether the loop goes
+// on. A row counts only if its stamp is the position before it: an unfilled row is never used.
 extern "C" __global__ void verify(const unsigned long long* best, const int* stamps,
                                   const int* drafts, int stop, Slot* slots, int* committed,
                                   int* counts, int* committed_rows, int* last_row) {
@@ -168,7 +168,8 @@ class Grammar:
         for b, matcher in enumerate(self.matchers):
             count = int(self.counts.array[0, b])
             matcher.rollback(self.ahead[b])
-            matcher.accept_all(self.committed.array[:count, b].tolist())
+            if matcher.accept_all(self.committed.array[:count, b].tolist()) < count:
+                raise RuntimeError(f"slot {b}: the grammar refuses a committed token")
             self.ahead[b] = 0
             self.positions[b] += count
             self.fill(0, b)
@@ -200,7 +201,6 @@ def generate() -> list[list[tuple[int, list[int]]]]:
         prompts.append(tokenizer.chat([{"role": "user", "content": text}], schema=spec.schema))
         matchers.append(backend.compile(spec).matcher())
     host = Grammar(device, matchers, [len(prompt) - 1 for prompt in prompts])
-
     slots = device.from_host(np.array([(len(p) - 1, p[-1], 1) for p in prompts], np.int32))
     masks = device.zeros((K + 1, SLOTS, vocabulary.words), "int32")  # copies of `host.masks`
     rows, committed_rows = device.zeros((3, ROWS), "int32"), device.zeros((3, ROWS), "int32")
@@ -232,7 +232,7 @@ def generate() -> list[list[tuple[int, list[int]]]]:
     # `open` reads only drafts of the previous round, so it runs during the target's forward pass.
     model.kernel(kernels["begin"], 1, ROWS, [slots, host.drafts, rows])
     filled = add_host_step(partial(host.follow, K), K, f"open: row {K}")
-    target.forward(model, Rows(*rows), features, logits)  # overwrites the KV of rejected drafts
+    target.forward(model, Rows(*rows), features, logits)  # no row reads KV of rejected drafts
     model.wait(filled)  # rows 0 to K - 1 were filled while the drafts were made
     add_argmax(logits, mask=masks.reshape(ROWS, -1))
     outputs = [host.committed, host.counts, committed_rows, last_row]
@@ -270,7 +270,6 @@ def generate() -> list[list[tuple[int, list[int]]]]:
         target.forward(lane, prompt_rows, prompt_features)
         head.entries(lane, next_rows, prompt_features)
     lane.copy(masks[0], host.masks[0])
-
     run = graph.instantiate()
     results: list[list[tuple[int, list[int]]]] = [[] for _ in REQUESTS]
     for _ in range(64):  # a limit for outputs that do not end; each slot has LENGTH positions
