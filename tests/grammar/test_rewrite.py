@@ -14,6 +14,7 @@ from graft.grammar.schema.reasons import NoExactForm
 from graft.grammar.schema.references import References
 from graft.grammar.schema.rewrite import rewrite
 from graft.grammar.schema.rewrite.negate import Negation
+from graft.grammar.schema.rewrite.objects import distinct
 from graft.grammar.schema.rewrite.strings import FORMATS, none_of
 
 ATOMS: list[Any] = [None, True, False, 0, 1, -3, 2.5, 12, "", "a", "b", "ab", "abc", "xyz"]
@@ -271,6 +272,12 @@ def test_one_of_option_is_never_narrowed_to_nothing():
     }
     new = rewrite(schema)
     assert [reason.keyword for reason in new.lost] == ["oneOf"] and not new.narrowed
+
+
+def test_distinct_counts_no_arrays_beyond_the_limit():
+    """The number of all arrays of the values would have 77,000 digits."""
+    with pytest.raises(NoExactForm, match="20000 values form more than"):
+        distinct({}, list(range(20_000)))
 
 
 def test_negation_raises_for_inexpressible_complements():

@@ -252,11 +252,13 @@ def distinct(schema: SchemaObject, values: list[Any] | None) -> list[Any] | None
     largest = len(values) if max_items is None else min(len(values), int(max_items))
     smallest = int(schema.get("minItems", 0))
     sizes = range(smallest, largest + 1)
-    count = sum(math.perm(len(values), size) for size in sizes)
-    if count > _MAX_ORDERS:
-        raise NoExactForm(
-            "uniqueItems", f"{len(values)} values form more than {_MAX_ORDERS} arrays"
-        )
+    count = 0
+    for size in sizes:
+        count += math.perm(len(values), size)
+        if count > _MAX_ORDERS:  # before the numbers of larger arrays, which have many digits
+            raise NoExactForm(
+                "uniqueItems", f"{len(values)} values form more than {_MAX_ORDERS} arrays"
+            )
     options = []
     for size in sizes:
         for items in itertools.permutations(values, size):
