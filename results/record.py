@@ -3,7 +3,8 @@
     python results/record.py acceptance|acceptance_smollm|memory|callbacks|grammar_overhead
 
 Each file has the commit, the machine, the date and the command next to the results. A benchmark of
-times runs only if the machine's load average is below 3.
+times runs only if the machine's load average is below 3. If other processes use more than a tenth
+of the processors' time during the benchmark, no file is written.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from graft.tools.version import version
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "results" / version()
 MAX_LOAD = 3.0
+MAX_OTHER_SHARE = 0.1
 
 #: Options of the benchmark, by the name of the recorded file.
 COMMANDS = {
@@ -82,6 +85,26 @@ def current_commit() -> str:
     return done.stdout.strip()
 
 
+def busy_seconds() -> float:
+    """Return the time that all processes together have used the processors since the start."""
+    fields = Path("/proc/stat").read_text().splitlines()[0].split()
+    user, nice, system, _, _, irq, soft_irq, steal = map(int, fields[1:9])
+    ticks = user + nice + system + irq + soft_irq + steal
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def run_benchmark(command: Sequence[str]) -> float:
+    """Run a command. Return the share of the processors' time that other processes used."""
+    before = time.monotonic(), busy_seconds(), os.times()
+    subprocess.run(command, cwd=ROOT, check=True)
+    wall = time.monotonic() - before[0]
+    busy = busy_seconds() - before[1]
+    times = os.times()
+    own = times.children_user - before[2].children_user
+    own += times.children_system - before[2].children_system
+    return (busy - own) / (wall * (os.cpu_count() or 1))
+
+
 def write(name: str, results: dict[str, Any], commit: str) -> Path:
     """Write the file of a recording and return its path."""
     record = {
@@ -122,10 +145,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "results.json"
         command = [sys.executable, "-m", *shlex.split(f"graft.tools.{COMMANDS[name]}")]
-        subprocess.run([*command, "--json", str(output)], cwd=ROOT, check=True)
+        other_share = run_benchmark([*command, "--json", str(output)])
         results = json.loads(output.read_text(encoding="utf-8"))
     if name in TIMED:
-        results = {"load_average_before": load} | results
+        if other_share > MAX_OTHER_SHARE:
+            sys.exit(
+                f"not recorded: other processes used {other_share:.0%} of the processors' time"
+            )
+        results = {"other_processes_cpu_share": round(other_share, 3)} | results
     print(f"wrote {write(name, results, commit)}")
 
 
