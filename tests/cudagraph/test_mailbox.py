@@ -491,9 +491,11 @@ lane.kernel(bad["bad"], 1, 1, [device.zeros((1,), "int32")])
 lane.mailbox(lambda: None, worker=worker, name="never requested")
 run = graph.instantiate()
 run.launch(stream)
+end = time.monotonic() + 60.0
+while worker.native.parked and time.monotonic() < end:
+    time.sleep(0.001)
 print(worker.native.parked)
 go.set()
-end = time.monotonic() + 60.0
 while not worker.native.parked and time.monotonic() < end:
     time.sleep(0.001)
 print(worker.native.parked)

@@ -74,6 +74,7 @@ def cases():
             tokens=SCRIPT.prompt(start),
             grammar=grammar,
             id=str(len(found)),
+            closing="off",
             **{"temperature": 0, "max_tokens": 100, **options},
         )
         expected = SCRIPT.output(start, request.max_tokens, tuple(request.stop))

@@ -32,6 +32,7 @@ def outputs(models, **options):
                 prompt=PROMPT,
                 grammar=GrammarSpec.structural_format(form),
                 max_tokens=20,
+                closing="off",
                 temperature=temperature,
                 seed=3,
                 verify="coupled",

@@ -573,7 +573,8 @@ class SteppingAutomata:
 
     # Host ---------------------------------------------------------------------------------------
 
-    def join(self, lane: Any, slot: int, epoch: int, matcher: Any) -> bool:
+    def join(self, lane: Any, slot: int, epoch: int, matcher: Any, closing_end: int = -1) -> bool:
+        assert closing_end == -1  # the toy language has no distances
         promoted = bool(matcher.is_automaton)
 
         def join() -> None:
