@@ -124,7 +124,10 @@ def test_seeds_of_a_batch_are_independent(demo, demo_plain, drafting):
     "75 differ from decoding without speculation.",
     "Greedy outputs are bit for bit those without speculation, for all widths from 2 to 8.",
 )
-@pytest.mark.parametrize("length", [1, 2, 4, 7])
+@pytest.mark.parametrize(
+    "length",
+    [1, pytest.param(2, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full), 7],
+)
 def test_greedy_outputs_do_not_depend_on_the_draft_length(demo_plain, length):
     target, drafter = demo_model()
     requests = [free(start, logprobs=1) for start in range(300, 420, 20)]

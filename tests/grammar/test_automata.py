@@ -318,7 +318,8 @@ def test_schema_pattern_automaton_has_masks_of_llguidance(pattern):
     require_equal_masks(GrammarSpec.json_schema({"type": "string", "pattern": pattern}))
 
 
-@pytest.mark.parametrize("every, limit", [(120, 60), pytest.param(1, 300, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("every, limit", [(1, 300)])
 def test_real_schema_automata_have_masks_of_llguidance(shared_data, every, limit):
     compared = 0
     schemas = real_schemas(shared_data, every)
