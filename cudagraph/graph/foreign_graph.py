@@ -85,7 +85,7 @@ def read_nodes(graph: int) -> tuple[list[ForeignNode], list[tuple[int, int]]]:
 
 
 def _kernel_name(node: Any) -> str:
-    """Return the name of a kernel node's function, or "kernel" if the driver does not tell it."""
+    """Return the name of a kernel node's function, or "kernel" if the driver does not report it."""
     code, params = cu.cuGraphKernelNodeGetParams(node)
     if int(code) != 0:
         return "kernel"

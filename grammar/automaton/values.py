@@ -218,7 +218,10 @@ class SchemaReader:
         raise NoAutomaton(f"keyword {key!r} is not supported")
 
     def _read_assertions(self, schema: dict[str, Any], assertions: dict[str, Any]) -> Values:
-        """Return the values that satisfy some keywords of a schema, which are no applicators."""
+        """Return the values that satisfy `assertions`.
+
+        These are the keywords of `schema` except for those that combine schemas, such as ``allOf``.
+        """
         if not assertions:
             return ANYTHING
         types = schema.get("type", _TYPES)

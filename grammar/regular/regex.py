@@ -149,7 +149,7 @@ def lower_search(
     """Return the expression of the texts in which a pattern matches some part.
 
     `one_of` and `classes` are as in `lower_regex`. The second result says whether each of these
-    texts is known to have at least `low` and at most `high` characters; None is no limit.
+    texts is known to have at least `low` and at most `high` characters; None stands for no limit.
     """
     node = _Parser(pattern, classes).parse()
     writer = _Writer(one_of, repeat(one_of(ANY), 0, None))

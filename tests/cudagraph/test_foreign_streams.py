@@ -128,7 +128,7 @@ def test_stream_handle_accepts_default_streams() -> None:
     ],
 )
 def test_functions_refuse_other_objects_as_streams(device: Device, make) -> None:
-    """An event or array has a handle too, but is no stream. The error names what is allowed."""
+    """An event or array has a handle too, but is not a stream. The error names what is allowed."""
     run = Graph(device).instantiate()
     wrong = make(device)
     for name, take in {

@@ -137,8 +137,8 @@ class AutomatonGrammar::Writer {
     return true;
   }
 
-  // Whether all text is legal in a position, within the limit. Positions within a character are no
-  // such positions, because only bytes from 0x80 to 0xBF are legal in them.
+  // Whether all text is legal in a position, within the limit. This is false within a character,
+  // because only bytes from 0x80 to 0xBF are legal there.
   bool fits_any_text(Position position) const { return any_text_distance(position) <= limit_; }
   bool skips_any_text(Position position) {
     if (!fits_any_text(position)) return false;
