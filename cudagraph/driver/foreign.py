@@ -237,7 +237,7 @@ def _device_address(address: int, shape: tuple[int, ...], user: str, array: Any)
 
 
 class _Pointer(NamedTuple):
-    """What the driver knows about an address: `memory_type` is 0 if it does not know the memory."""
+    """Attributes of an address. `memory_type` is 0 if the driver does not know the memory."""
 
     memory_type: int
     device_address: int

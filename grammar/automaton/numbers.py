@@ -207,7 +207,7 @@ def _digits(low: int, high: int) -> Expression:
 def _fractions(
     low: float | None, high: float | None, low_inclusive: bool, high_inclusive: bool
 ) -> Expression:
-    """Return the expression of the numbers between two bounds; None stands for no bound."""
+    """Return the expression of the numbers between two bounds; None: no bound."""
     if low is None and high is None:
         return _NUMBER
     if high is None:

@@ -166,7 +166,7 @@ class _Parser:
         if not parts or not at_end:
             raise self._syntax_error("expected an element, got", text, position)
         if len(parts) > 2 and isinstance(parts[-1], Rule | Repeat):
-            # The last part becomes a node of its own, because often only optional white space at
+            # The last part becomes a separate node, because often only optional white space at
             # the end prevents the other parts from becoming one terminal.
             parts = [Sequence(tuple(parts[:-1])), parts[-1]]
         return parts[0] if len(parts) == 1 else Sequence(tuple(parts))

@@ -193,8 +193,8 @@ def _anchors(node: _Node, at_start: bool, at_end: bool) -> tuple[bool, bool]:
 def _lengths(node: _Node, at_start: bool, at_end: bool) -> tuple[int, int | None]:
     """Return the numbers of characters of the shortest and the longest match of a node.
 
-    `at_start` and `at_end` are as in `_anchors`. An option that is not anchored, beside one that
-    is, makes the longest match unlimited (None).
+    `at_start` and `at_end` are as in `_anchors`. If one option is anchored and another one is not,
+    the longest match is unlimited (None).
     """
     if isinstance(node, _Set):
         return 1, 1
@@ -263,7 +263,7 @@ class _Writer:
             return EMPTY
         if self._anything is None or not (at_start or at_end):
             return union(self.write(option, at_start, at_end) for option in node.options)
-        # An option without an anchor, beside one that has the anchor, can match anywhere.
+        # If another option has an anchor, an option without it can match anywhere.
         some_start, some_end = _anchors(node, at_start, at_end)
         options = []
         for option in node.options:

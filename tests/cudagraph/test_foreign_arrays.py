@@ -276,7 +276,7 @@ def test_wrap_refuses_unusable_arrays(device: Device, words: str, make) -> None:
 
 
 def test_operations_refuse_unusable_arrays(device: Device, stream: Stream, module) -> None:
-    """Nothing is copied element by element or written behind the back of its owner."""
+    """Strided arrays are not copied element by element, and read-only ones are not written."""
     x = device_array(device, 1, 2, 3, 4)
     lane = StreamLane(stream)
     strided = np.zeros((4, 4, 2), np.float32)[::2, ::2, 0]

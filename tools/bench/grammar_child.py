@@ -212,7 +212,8 @@ class _KeyOrderSearch:
         return None
 
     # The methods below yield once for each way in which the matcher accepts their texts. The
-    # matcher is behind the text while the caller handles the yield, and before it afterwards.
+    # matcher has accepted the text while the caller handles the yield, and has rolled it back when
+    # the generator continues.
 
     def _text(self, text: str) -> Iterator[None]:
         self._left -= 1
@@ -469,7 +470,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def _allocated_bytes() -> float:
-    """Return the number of bytes that the C library has allocated; NaN where it cannot tell."""
+    """Return the number of bytes that the C library has allocated; NaN if it has no `mallinfo2`."""
     gc.collect()
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:

@@ -31,8 +31,8 @@ class Nfa;
 
 class Machine {
  public:
-  // Values of next() that do not stand for a state: an illegal byte, and actions, which have the
-  // values kFirstAction, kFirstAction - 1, ...
+  // Results of next() other than states: kDead for an illegal byte, and kFirstAction,
+  // kFirstAction - 1, ... for actions.
   static constexpr int16_t kDead = -1;
   static constexpr int16_t kFirstAction = -2;
   static constexpr int32_t kMaxStates = INT16_MAX;

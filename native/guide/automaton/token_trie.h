@@ -11,9 +11,9 @@ namespace graft::guide {
 
 // There are two tries. *Text tokens* consist of at most kMaxTextLength whole UTF-8 characters,
 // none of which is a quotation mark, a backslash or a control character. Within a JSON string, all
-// text tokens are legal, up to the maximum length of the string. They have a trie of their own,
-// because the mask row of a state inside a JSON string can then be computed without visiting them
-// one by one. The other trie has all other tokens.
+// text tokens are legal, up to the maximum length of the string. The first trie contains only text
+// tokens, because the mask row of a state inside a JSON string can then be computed without
+// visiting them one by one. The second trie contains all other tokens.
 //
 // A TokenTrie is immutable after construction.
 class TokenTrie {
