@@ -38,7 +38,7 @@ COMMANDS = {
     " --trees --masking auto --batches 10 --max-tokens 64",
     "memory": "bench.memory --requests 10000 --samples 40",
     "callbacks": "labs.callback_latency --samples 1000",
-    "grammar_overhead": "bench.grammar_overhead --batches 1 4 8 64 --pairs 20",
+    "grammar_overhead": "bench.grammar_overhead --batches 1 4 8 64 --pairs 100",
 }
 #: Recorded files that contain times.
 TIMED = ("callbacks", "grammar_overhead")

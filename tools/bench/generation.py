@@ -60,8 +60,12 @@ _AUTOMATON_S = 30.0
 
 @dataclass
 class Intervals:
-    """Times between the beginnings of consecutive rounds of one engine under one load."""
+    """Times between the beginnings of consecutive rounds of one engine under one load.
 
+    Rounds with fewer than `min_requests` requests are not measured.
+    """
+
+    min_requests: int = 1
     times: list[int] = field(default_factory=list)  #: nanoseconds
     rounds: int = 0
     launches: int = 0
@@ -78,7 +82,7 @@ class Intervals:
         """
         if flight.rows and self._last:
             self.times.append(stamps[0] - self._last)
-        self._last = stamps[0] if flight.rows else 0
+        self._last = stamps[0] if len(flight.rows) >= self.min_requests else 0
 
     def percentiles(self) -> dict[str, float]:
         """Return percentiles of the times, in microseconds."""
