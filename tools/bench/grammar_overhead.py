@@ -5,11 +5,11 @@
 
 An engine with the demo model and its EAGLE-3 head runs pairs of batches, one with a grammar and one
 without, in random order. The grammar runs on the host. The round time of a batch is the median time
-from the beginning of a round to that of the next one by the device's clock. A round is measured only
-if it contains all requests of the batch: rounds with fewer requests are shorter, and a batch without
-grammars has more of them. The overhead is the mean ratio of the two round times of a pair, with a
-95 % confidence interval that treats pairs as independent samples. Times measured on the soft device
-say nothing about a GPU.
+from the beginning of a round to that of the next one by the device's clock. A round is measured
+only if it contains all requests of the batch: rounds with fewer requests are shorter, and a batch
+without grammars has more of them. The overhead is the mean ratio of the two round times of a pair,
+with a 95 % confidence interval that treats pairs as independent samples. Times measured on the soft
+device say nothing about a GPU.
 """
 
 from __future__ import annotations
