@@ -30,6 +30,7 @@ from graft.grammar.resolve import candidate_backends
 from graft.grammar.spec import Spec
 from graft.grammar.usable import usable_backends, warn_if_unusable
 from graft.grammar.vocabulary import Vocabulary
+from graft.native.children.child import STACK_BYTES
 from graft.native.children.errors import ChildCrashed, ChildLost, ChildTimeout, ChildUnavailable
 from graft.native.children.process import MEMORY_BYTES, TIMEOUT_S, ChildProcess
 from graft.native.children.usage import TimeLimit
@@ -38,6 +39,10 @@ from graft.native.errors import OptionError, short_repr
 __all__ = ["GrammarService"]
 
 _FAST_QUEUE_TIMEOUT_S = 1.0
+# LLGuidance's recursion is as deep as the references of a schema, and a stack overflow would end
+# this process. A child process has compiled the grammar before, so its smaller stack is enough.
+_THREAD_STACK_BYTES = 2 * STACK_BYTES
+_stack_size_lock = threading.Lock()
 _log = logging.getLogger("graft.grammar")
 
 
@@ -279,7 +284,12 @@ class GrammarService:
         )
         self._children.append(child)
         jobs.threads.append(thread)
-        thread.start()
+        with _stack_size_lock:
+            default = threading.stack_size(_THREAD_STACK_BYTES)
+            try:
+                thread.start()
+            finally:
+                threading.stack_size(default)
 
     def _run(self, jobs: _CompileQueue, child: ChildProcess) -> None:
         """Compile the jobs of a queue until the service is closed. Compile threads run this."""

@@ -30,7 +30,10 @@ from typing import Any
 
 from graft.native.children.errors import Refusal
 
-__all__ = ["main"]
+__all__ = ["STACK_BYTES", "main"]
+
+#: Maximum size of the stack on which calls run, in bytes.
+STACK_BYTES = 8 << 20
 
 _PR_SET_PDEATHSIG = 1
 _MAX_MESSAGE = 10_000  # maximum length of the message of an unexpected exception
@@ -68,6 +71,18 @@ def _limit_memory(additional_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
 
 
+def _limit_stack() -> None:
+    """Limit the stack of the main thread, which runs the calls, to `STACK_BYTES`.
+
+    If the process has inherited a lower hard limit (``RLIMIT_STACK``), the lower limit applies.
+    """
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_STACK)
+    limit = STACK_BYTES
+    if hard_limit != resource.RLIM_INFINITY:
+        limit = min(limit, hard_limit)
+    resource.setrlimit(resource.RLIMIT_STACK, (limit, hard_limit))
+
+
 def main(arguments: Sequence[str]) -> None:
     """Serve calls until the parent closes the pipe or dies.
 
@@ -88,6 +103,7 @@ def main(arguments: Sequence[str]) -> None:
     os.dup2(printed, 2)
     for module in arguments[3:]:
         importlib.import_module(module)
+    _limit_stack()
     _limit_memory(memory_bytes)
     pipe = Connection(pipe_fd)
     pipe.send("ready")

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -460,6 +461,36 @@ def test_compile_service_survives_faulty_backend(serve, caplog):
     for text in ("a+", "b+", "a+"):
         assert service.submit(GrammarSpec("regex", text)).result(timeout=300) is not None
     wait_until(lambda: "not cached" in caplog.text)
+
+
+NESTED = """
+from graft.grammar import GrammarService, GrammarSpec, Vocabulary
+vocabulary = Vocabulary([bytes([b]) for b in range(256)] + [b""], 257, [256])
+service = GrammarService(vocabulary, "llguidance")
+for length in (700, 2000):
+    definitions = {f"d{length}": {"type": "integer", "multipleOf": 9973}}
+    for i in range(length):
+        definitions[f"d{i}"] = {"properties": {"n": {"$ref": f"#/$defs/d{i + 1}"}}}
+    schema = {"$defs": definitions, "$ref": "#/$defs/d0"}
+    error = service.submit(GrammarSpec.json_schema(schema)).exception(300)
+    print(type(error).__name__)
+service.close()
+"""
+
+
+@pytest.mark.parametrize("stack_bytes", [resource.RLIM_INFINITY, 1 << 20])
+def test_long_chains_of_references_do_not_overflow_the_stack(stack_bytes):
+    """Grammars that a child process compiles are compiled again, whatever the limit of stacks."""
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_STACK)
+    if stack_bytes == resource.RLIM_INFINITY != hard_limit:
+        pytest.skip("the size of the stack is limited")
+
+    def limit_stack():
+        resource.setrlimit(resource.RLIMIT_STACK, (stack_bytes, hard_limit))
+
+    # LLGuidance compiles the first schema; its recursion is too deep for the second one.
+    printed = output_of(NESTED, preexec_fn=limit_stack)
+    assert printed.split() == ["NoneType", "GrammarUnavailableError"]
 
 
 RESIDENT = """
