@@ -381,13 +381,13 @@ class _SpecialNameEscaper:
         return f"{self._marker}{self._names.index(match[0])}\ue001"
 
     def split(self, text: str) -> list[tuple[str, bool]]:
-        """Split rendered text at the markers, and replace them with names of special tokens again.
+        """Split rendered text at the markers, and replace each marker with the name it stands for.
 
         Returns
         -------
         list of tuple
-            Parts of the text in order. Each tuple is a text and whether that text is a name that
-            came from user text.
+            Parts of the text in order, as pairs (text, is_name). `is_name` is True if the text is
+            the name of a special token that occurred in user text.
         """
         # The pattern captures an index into `_names`. re.split puts captured texts at odd indices.
         parts = re.split(rf"{re.escape(self._marker)}(\d+)\ue001", text)

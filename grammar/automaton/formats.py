@@ -24,10 +24,9 @@ _GROUP = f"{_HEX}{{1,4}}"
 
 
 def _ipv6() -> str:
-    """Return the pattern of IPv6 addresses, which contain no IPv4 address.
+    """Return the pattern of IPv6 addresses without an embedded IPv4 address.
 
-    ``::`` replaces groups in the middle of an address; the other groups are limited in number
-    before and after it.
+    ``::`` stands for omitted groups. The pattern limits the numbers of groups before and after it.
     """
     options = [f"(?:{_GROUP}:){{7}}{_GROUP}"]
     options.append(f"::(?:{_GROUP}:){{0,5}}{_GROUP}:{_GROUP}")

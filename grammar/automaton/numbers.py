@@ -31,7 +31,8 @@ NOTHING: Expression = characters([])
 
 #: Bounds that do not fit into 64 bits are not supported.
 _MAX_INTEGER = (1 << 63) - 1
-#: Maximum number of digits at the end of a number that show whether it is a multiple.
+#: Maximum number of last digits that decide whether a number is a multiple of the divisor. Divisors
+#: that would need more digits are not supported.
 _MAX_DIGITS = 4
 
 _DIGIT = lower_regex("[0-9]")
@@ -276,7 +277,7 @@ def _between(low: str, high: str, low_inclusive: bool, high_inclusive: bool) -> 
 
 
 def _digits_between(low: str, high: str, low_inclusive: bool, high_inclusive: bool) -> Expression:
-    """Return the expression of the digits of fractions from `low` to `high`, of equal length."""
+    """Return the expression of the fraction digits from `low` to `high`, of equal lengths."""
     if low == high:
         return text(low) if low_inclusive and high_inclusive else NOTHING
     if low[0] == high[0]:
@@ -324,7 +325,7 @@ def _at_most(digits: str, inclusive: bool) -> Expression:
 
 
 def _decimal(value: float) -> str:
-    """Return the shortest decimal number that is read as a double, without an exponent."""
+    """Return the shortest decimal notation without an exponent that converts back to `value`."""
     shortest = format(Decimal(repr(value)), "f")
     return shortest.rstrip("0").rstrip(".") if "." in shortest else shortest
 

@@ -158,10 +158,10 @@ class Mtp(Drafter):
         return self._predict(lane, feed, j, self._last_hidden[0][: feed.batch])
 
     def _tree_step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
-        """Process the nodes of a level of a draft tree; the drafter has a single MTP module then.
+        """Process the nodes of a level of a draft tree with the drafter's only MTP module.
 
-        The hidden states of consecutive levels are stored alternately in two buffers, because those
-        of a level are computed from those of its parents.
+        The hidden state of a node is computed from that of its parent in the level before. Two
+        buffers therefore store the hidden states of consecutive levels alternately.
         """
         if level % 2:
             parents = self._last_hidden[0]

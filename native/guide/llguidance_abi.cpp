@@ -452,7 +452,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
 
   // Accepts tokens with two calls of LLGuidance: one finds how many of the first tokens are legal,
   // the other consumes these. Returns the number of accepted tokens, or -1 for an internal error.
-  // The token after them may be legal nevertheless, see accept_all().
+  // The first token that is not accepted may still be legal, see accept_all().
   int accept_text(const int32_t* tokens, int count, ErrorText* error) noexcept {
     const auto* ids = reinterpret_cast<const uint32_t*>(tokens);
     size_t size = 0;

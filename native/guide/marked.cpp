@@ -26,9 +26,10 @@
 //    them has at least one character of the opening or of the white space before it.
 // 6. The distance before the end of the marker is the number of tokens that complete opening and
 //    marker plus the distance of the grammar's start. It is known if the grammar's distance is
-//    known and tokens spell every end of opening and marker. The limit of free tokens works like a
-//    budget for opening and marker alone: tokens after which they could not be complete within the
-//    limit are illegal. Budgets and the limit do not affect stop tokens in the free text.
+//    known and tokens can spell every suffix of opening and marker. The limit of free tokens works
+//    like a budget for opening and marker alone: tokens after which they could not be complete
+//    within the limit are illegal. Budgets and the limit do not affect stop tokens in the free
+//    text.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
@@ -123,10 +124,10 @@ class Marker {
   int32_t opening_distance(int32_t state) const noexcept {
     return opening_distances_[static_cast<size_t>(state)] + distances_[0];
   }
-  // Maximum of distance(), and maximum of the distances of opening and marker, over all states.
+  // Maximum of distance(), and maximum of distance() and opening_distance(), over all states.
   int32_t max_distance() const noexcept { return max_distance_; }
   int32_t max_opening_distance() const noexcept { return max_opening_distance_; }
-  // Whether tokens of the vocabulary spell every end of opening and marker.
+  // Whether tokens of the vocabulary can complete opening and marker from every state.
   bool is_spelled() const noexcept {
     return std::max(max_distance_, max_opening_distance_) < kUnreachable;
   }
@@ -173,13 +174,13 @@ class Marker {
   int32_t max_space_;
   int32_t max_skipped_;
   std::vector<Space> spaces_;
-  // Results of opening_row() and opening_illegal(), by state of opening_step(). A state up to
-  // `max_space_` is the number of white-space characters read so far. In state max_space_ + n, n
-  // bytes of the opening text have been read.
   std::vector<int32_t> distances_;          // results of distance()
   std::vector<int32_t> opening_distances_;  // by state of opening_step(): tokens of the opening
   int32_t max_distance_ = 0;
   int32_t max_opening_distance_ = 0;
+  // Results of opening_row() and opening_illegal(), by state of opening_step(). A state up to
+  // `max_space_` is the number of white-space characters read so far. In state max_space_ + n, n
+  // bytes of the opening text have been read.
   std::vector<std::vector<int32_t>> opening_rows_;
   std::vector<std::vector<int32_t>> opening_illegal_;
 };
@@ -286,8 +287,8 @@ void Marker::make_opening_rows() {
   }
 }
 
-// Returns the number of tokens that spell the end of a text, by the index of its first byte;
-// kUnreachable if the tokens of the vocabulary cannot spell it.
+// Returns the minimum number of tokens that spell each suffix of a text, by the index of the
+// suffix's first byte; kUnreachable if the tokens of the vocabulary cannot spell the suffix.
 std::vector<int32_t> Marker::spelling_distances(const std::string& text) const {
   std::vector<std::vector<size_t>> sizes(text.size());  // sizes of the tokens that begin at a byte
   for (const std::string& token : tokens_) {
@@ -489,10 +490,9 @@ class MarkedMatcher final : public NativeMatcher {
       if (outcome == Outcome::kFailed) return outcome;
       num_grammar_tokens_ -= inside;
     }
-    // `opening_tokens_` are the first tokens of the output that match a beginning of the opening.
-    // If the output then continues differently, it has no opening, and `num_grammar_tokens_` counts
-    // only the tokens after them. When all of these are undone, the next tokens can again complete
-    // the opening.
+    // If the output begins like the opening but then differs from it, `opening_tokens_` still
+    // contains the matching tokens, and `num_grammar_tokens_` counts only the tokens after them.
+    // When all of the counted tokens are undone, the next tokens can again complete the opening.
     const bool in_opening = num_grammar_tokens_ == 0 && marker_->has_opening() && !opened_;
     skipped_.resize(skipped_.size() - static_cast<size_t>(skipped));
     if (inside + skipped == tokens && !in_opening) return Outcome::kYes;
@@ -642,8 +642,8 @@ class MarkedMatcher final : public NativeMatcher {
     for (const Marker::Space& space : marker_->spaces()) {
       if (space.size > space_left()) continue;
       if (closes) {
-        // If the grammar accepts the token, the token begins the grammar's text, and the row
-        // already says whether the budget allows it.
+        // If the grammar accepts the token, the token begins the grammar's text, and the grammar's
+        // matcher has already set its bit in the row if the budget allows the token.
         const Outcome begins = inner_->accept(space.token, error);
         if (begins == Outcome::kFailed) return Filled::kFailed;
         if (begins == Outcome::kYes) {

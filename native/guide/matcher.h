@@ -8,10 +8,10 @@
 // 3. fill() is not called after termination. It sets the bits at and beyond the vocabulary size
 //    to 0.
 // 4. distance() is an upper bound D of the number of tokens, the stop token included, after which
-//    the text can be complete. If D of a state is known, D is known in all states to which tokens
-//    lead that fill() allows with a budget, and: D = 0 after termination; D = 1 where a stop token
-//    is legal; in any other state some legal token leads to a state with a smaller D. Calls do not
-//    change the matcher.
+//    the text can be complete. If D of a state is known, it is also known for every state that
+//    follows a token which fill() allows with a budget. Known values satisfy: D = 0 after
+//    termination; D = 1 where a stop token is legal; in any other state some legal token leads to a
+//    state with a smaller D. Calls do not change the matcher.
 // 5. With a budget r, fill() writes the legal tokens that lead to a state with D <= r - 1. This row
 //    is not empty if D <= r. A matcher whose distance is unknown ignores the budget.
 // 6. rollback() undoes the last `tokens` accepted tokens; a stop token counts as one.
@@ -35,8 +35,8 @@ enum class Outcome { kNo = 0, kYes = 1, kFailed = -1 };
 // token from it. kFree: every token is legal, and the row was not written.
 enum class Filled { kMask, kNarrowed, kFree, kFailed };
 
-// Budget of fill() without a limit, and result of distance() if a matcher does not know it or
-// fails.
+// kNoBudget is the budget of fill() if there is no limit. kUnknownDistance is the result of
+// distance() if the matcher does not know its distance or the call fails.
 constexpr int32_t kNoBudget = INT32_MAX;
 constexpr int32_t kUnknownDistance = -1;
 

@@ -96,9 +96,9 @@ class PythonMatcher final : public NativeMatcher {
     return is_true != 0 ? Outcome::kYes : Outcome::kNo;
   }
 
-  // Calls a method of the Python matcher and returns what `read` makes of the result. `read`
-  // returns kFailed if it has set a Python exception. Returns kFailed and keeps the message for an
-  // exception.
+  // Calls a method of the Python matcher, and returns `read` of the result. `read` returns kFailed
+  // if it has set a Python exception. If the method or `read` raises an exception, call() stores
+  // the message in `error` and returns kFailed.
   template <typename Read, typename... Arguments>
   int64_t call(Read read, ErrorText* error, const char* method, const char* format,
                Arguments... arguments) noexcept {

@@ -316,8 +316,9 @@ bool flush(double timeout_s) {
   const std::uint64_t first_check = reaper.blocked_checks();
   while (reaper.pending() != 0) {
     if (!gate_open() || std::chrono::steady_clock::now() >= end) return false;
-    // The caller may be the thread that has to end the capture. The second check began after this
-    // function.
+    // A stream capture prevents the reaper from freeing objects. Do not wait for its end, because
+    // the calling thread may be the one that has to end it. Only the second check counts: the first
+    // one may have begun before this call.
     if (reaper.blocked_checks() >= first_check + 2) return false;
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }

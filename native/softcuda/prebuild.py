@@ -40,7 +40,8 @@ PLAIN = (
     "models/round/kernels/round.cu",
     "models/round/kernels/timing.cu",
 )
-#: Sources that the soft device does not run by default, and those of measurements.
+#: Sources that are not compiled for the wheel, because the soft device does not run them by default
+#: or only measurements use them.
 LEFT_OUT = (
     "models/llm/kernels/attention_plan.cu",
     "models/llm/kernels/attention_split.cu",

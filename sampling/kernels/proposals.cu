@@ -64,9 +64,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 }
 
 // Writes to `proposal` [batch, max_drafts], for each batch row, the tokens that the grammar forces.
-// Element i is the token that the grammar forces at position n + i + 1, where n is the position of
-// the last committed token, or -1 if it forces none there. It is read from the stamp of mask row i,
-// which the grammar worker must have filled in this replay. One block per batch row.
+// Element i is the token that the grammar forces at position n + i + 1, or -1 if it forces none
+// there; n is the position of the last committed token. The token is read from the stamp of mask
+// row i, which the grammar worker must have filled in this replay. One block per batch row.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     propose_forced(const int* row_slot, int max_drafts, const Slot* slots, const int* exchange,
                    const ExchangeLayout layout, int* proposal) {

@@ -124,7 +124,7 @@ def statistics(values: Sequence[float]) -> dict[str, float]:
 
 
 def _keyword(cause: str) -> str:
-    """Return the keyword of a reason of graft's router, or the begin of another message."""
+    """Return the keyword in a reason of graft's router, or the beginning of another message."""
     reason = cause.removeprefix("JSON schema: ").removeprefix("cannot be enforced: ")
     words = reason.replace(":", " ").split()
     return words[1] if words and words[0].startswith("#") and len(words) > 1 else reason[:60]

@@ -120,7 +120,7 @@ class Launch:
 
 
 def product_shape(rows: int, columns: int, inner: int) -> MmaShape:
-    """Return the launch configuration of a product whose inputs have 16 bits."""
+    """Return the launch configuration of a product with 16-bit inputs."""
     return mma_shape(rows, columns, inner=inner, allow_tall=True)
 
 

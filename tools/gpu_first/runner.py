@@ -69,9 +69,9 @@ def run_command(
     """Run a command in its own process group, and append its output to `log`.
 
     Return "" if the exit status is 0, otherwise why the command failed. `watch` is called
-    repeatedly; if it returns a reason, the command is stopped. A command that is stopped first
-    receives SIGABRT, at which Python prints the stacks of its threads. The messages of the driver
-    (CUDA 12.9 or later) are written to a file next to the log.
+    repeatedly; if it returns a reason, the command is stopped. To stop a command, the function
+    first sends SIGABRT, on which Python prints the stacks of its threads. The messages of the
+    driver (CUDA 12.9 or later) are written to a file next to the log.
     """
     driver_log = log.with_suffix(".cuda")
     variables = {**os.environ, "CUDA_LOG_FILE": str(driver_log), **(environment or {})}

@@ -89,8 +89,9 @@ class Attention:
     def qkv_interleave(self, head_dim: int, head_norm: bool) -> Interleave:
         """Return the function with which `Weights.stacked` lays out the rows of a QKV projection.
 
-        If one kernel computes the projection and RoPE, it needs the two halves of each head's rows
-        interleaved. It cannot do so with norms of the heads between the two (`head_norm`).
+        A kernel that computes both the projection and RoPE needs the two halves of each head's rows
+        interleaved. With `head_norm`, the heads are normalized between projection and RoPE, so that
+        no such kernel is used.
         """
 
         def group(dtype: str, rows: int, columns: int) -> int:

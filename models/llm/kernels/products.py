@@ -1,8 +1,8 @@
 """Matrix products with their epilogues: residual, bias, norm, gate, RoPE.
 
 The ``warp`` form of the kernels runs a matrix product on tensor cores if three conditions hold. The
-weights have 16 bits, or 8 bits that are converted to bfloat16 when they are loaded. The inner size
-is a multiple of 128. The number of output columns is a multiple of 16.
+weights are 16-bit floats, or 8-bit weights that are converted to bfloat16 when they are loaded. The
+inner size is a multiple of 128. The number of output columns is a multiple of 16.
 
 Activations are float32. For tensor cores they are rounded to the dtype of the weights, as is usual
 in training and serving. With ``activations="float32"`` each activation is instead split into two

@@ -134,8 +134,8 @@ class Determinizer {
     out_.num_classes_ = index + 1;
   }
 
-  // Stores in `set_`, sorted, the states of the set that `targets` and the edges without a byte
-  // lead to.
+  // Stores in `set_`, sorted, the epsilon closure of `targets`: the states that can be reached from
+  // them over edges without a byte.
   void close(const std::vector<int32_t>& targets) {
     ++mark_;
     set_.clear();
@@ -198,7 +198,8 @@ class Determinizer {
     out_.next_.insert(out_.next_.end(), row_.begin(), row_.end());
   }
 
-  // The edges divide the classes into segments, whose classes have the same targets.
+  // Adds the transitions of the edges. Neighbouring classes with the same targets form a segment,
+  // and state_of() is called once per segment.
   void add_edges() {
     const int32_t classes = out_.num_classes_;
     segment_of_.assign(at(classes) + 1, 0);
@@ -225,8 +226,8 @@ class Determinizer {
     }
   }
 
-  // Groups the calls by their opening byte, and adds an entry for each group: for each rule, the
-  // states after its calls.
+  // Groups the calls by their opening byte, and adds an entry for each group. The entry lists the
+  // called rules and, for each rule, the states after its calls.
   void add_pushes() {
     std::sort(calls_.begin(), calls_.end());
     for (size_t first = 0; first < calls_.size();) {

@@ -51,13 +51,14 @@ constexpr int64_t kMaxVisits = 20'000'000;
 }  // namespace
 
 // The search has three steps.
-// 1. For each state, it computes the length in bytes of a text to the end of the state's rule, and
-//    the first byte of the text, with Dijkstra's algorithm as Knuth generalized it: the length of a
-//    text that begins with an opening byte is 1 + the length of the rule's text + the largest
-//    length after any exit that the entry lists. A state is *settled* when its length is known.
-// 2. In the order of these lengths, it computes the distance of each state: one token that is a
-//    prefix of the state's text, and the distance of the position after this token.
-// 3. If no token is a prefix of a state's text, it looks at all legal tokens of the state.
+// 1. For each state, it finds a text from the state to the end of the state's rule, and stores the
+//    length of this text in bytes and its first byte. This is Dijkstra's algorithm as Knuth
+//    generalized it: the length of a text that begins with an opening byte is 1 + the length of the
+//    text of the opened rule + the largest length after any exit that the entry lists. A state is
+//    *settled* when its length is known.
+// 2. In ascending order of these lengths, it computes the distance of each state: 1 + the smallest
+//    distance of a position after a token that is a prefix of the state's text.
+// 3. If no token is a prefix of a state's text, it tries all legal tokens of the state.
 class DistanceSearch {
  public:
   DistanceSearch(const Machine& machine, const TokenTrie& trie, Distances* out)
@@ -155,7 +156,8 @@ class DistanceSearch {
       first_[at(source.state)] = source.byte_class;
       queue.emplace(bytes, source.state);
     };
-    // Offers a length to the states that push an entry, if all that it depends on is settled.
+    // Offers a length to the states that push an entry, if the first state of the opened rule and
+    // all states after the entry's exits are settled.
     const auto offer_push = [&](int32_t action) {
       const Machine::Action& push = machine_.actions()[at(action)];
       if (missing[at(push.entry)] > 0 || !is_settled[at(push.target)]) return;
@@ -192,7 +194,7 @@ class DistanceSearch {
     }
   }
 
-  // Returns the smallest distance by a token that is a prefix of the text of the state.
+  // Returns the distance of a state by step 2; kFar if no token is a prefix of the state's text.
   int32_t distance_of(int32_t state) {
     int32_t best = machine_.accepting(state) ? 1 : kFar;
     std::array<int32_t, 2> nodes{-1, -1};  // of both tries, after the bytes read so far
@@ -252,7 +254,8 @@ class DistanceSearch {
     return std::exchange(out_.entries_[at(entry)], cost) != cost;
   }
 
-  // Looks at all legal tokens of the states without a distance, until no distance changes.
+  // Tries all legal tokens of the states for which step 2 found no distance, until no distance
+  // changes.
   void improve() {
     int64_t visits = 0;
     bool changed = true;

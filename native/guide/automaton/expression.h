@@ -11,13 +11,11 @@
 //   3, n                        one of the last n expressions
 //   4, min, max                 the last expression, repeated; max -1 means no limit
 //   5, r                        the opening byte of rule r, a text of rule r, the closing byte
-//   6, n, min_1, max_1, ...     members: the last n + 1 expressions are a separator and n items.
-//   The
-//                               items follow each other in this order, item i occurs min_i to max_i
-//                               times, and the separator stands between every two neighbours
-//   7                           the texts that both of the last two expressions match
-//   8                           the texts of the last but one expression that the last does not
-//   match
+//   6, n, min_1, max_1, ...     members: the last n + 1 expressions are a separator and n items
+//   7                           the texts that match both of the last two expressions
+//   8                           the texts that match the first of these two, but not the second
+// Items of members follow each other in order. Item i occurs min_i to max_i times, and the
+// separator stands between every two neighbours.
 // The operands of the operations 7 and 8 must not contain operation 5.
 #pragma once
 

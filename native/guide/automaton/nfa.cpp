@@ -166,10 +166,10 @@ int32_t Nfa::emit_call(int32_t rule, int32_t from) {
   return end;
 }
 
-// Adds the items of members one after the other. Before each item there are three states: `empty`,
-// in which no item has been written; `ended`, in which the last item may be the last one of all;
-// and `separated`, in which a separator has been written, so that an item must follow. An item that
-// may be absent can be skipped in all three of them.
+// Adds the items of members one after the other. Before each item there are three states: `empty`
+// if there was no item yet; `ended` after an item with which the members may end; and `separated`
+// after a separator, which an item must follow. An optional item can be skipped in all three
+// states.
 int32_t Nfa::emit_members(const ExpressionTree& tree, const ExpressionTree::Node& node,
                           int32_t from) {
   const int32_t separator = tree.child(node, 0);
@@ -272,8 +272,8 @@ int32_t Nfa::emit_product(const ExpressionTree& tree, const ExpressionTree::Node
   return end;
 }
 
-// A rule is live if its first state is: then there is a text of the rule. A state with a call is
-// live if the called rule and the state after the call are.
+// Marks the live states, from which a text leads to the end of their rule. A state with a call is
+// live if the first state of the called rule and the state after the call are live.
 void Nfa::find_live_states() {
   const size_t count = states.size();
   std::vector<int32_t> rule_of_start(count, kNone);

@@ -29,8 +29,8 @@ class AutomatonGrammar::Writer {
     add(trie_.range(TokenTrie::kOther), 0, position);
   }
 
-  // Sets the bits of the legal tokens of a range of the trie. The first nodes of the range have the
-  // depth `depth`, and the machine has the given position before their bytes.
+  // Sets the bits of the legal tokens in a range of trie nodes. The topmost nodes of the range have
+  // the depth `depth`. The machine is at `position` before it reads the byte of such a node.
   void add(TokenTrie::Range range, int depth, Position position) {
     walker_.visit(
         trie_, range, depth, position, &stack_,
@@ -52,7 +52,8 @@ class AutomatonGrammar::Writer {
   }
 
   int32_t largest_distance() const { return largest_distance_; }
-  // Row of the trie that contains about the same tokens as the written row; null: no tokens.
+  // Row of the trie with about the same tokens as the written row; null stands for a row without
+  // tokens.
   const int32_t* start() const { return start_; }
   // Whether the limit has excluded a legal token.
   bool is_narrowed() const { return is_narrowed_; }
@@ -77,8 +78,9 @@ class AutomatonGrammar::Writer {
     if (crossings_ != nullptr) crossings_->push_back({index, exit});
   }
 
-  // If all characters of text tokens lead from the state to one and the same state, and so on, up
-  // to a state where they are illegal, the row consists of the rows that TokenTrie has stored.
+  // If all characters of text tokens lead to the same next state, and this holds for every
+  // following state up to one in which all characters are illegal, the legality of a text token
+  // depends only on its length. The row then consists of rows that TokenTrie has stored.
   bool write_text_rows(Position position) {
     const auto words = static_cast<size_t>(trie_.words());
     std::array<bool, TokenTrie::kMaxTextLength + 1> allowed{};  // by number of characters
@@ -153,8 +155,9 @@ class AutomatonGrammar::Writer {
     return add_distances(distance, stack_.cost(position.top));
   }
 
-  // Writes the row of the text tokens by visiting all of them, except for those within strings
-  // that the limit excludes.
+  // Writes the row of the text tokens by visiting them one by one. If the limit excludes a state
+  // from which every character leads back to this state, it excludes all longer tokens as well, so
+  // these are not visited.
   void add_text(Position position) {
     clear();
     walker_.visit(

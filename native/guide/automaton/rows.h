@@ -79,7 +79,7 @@ class AutomatonGrammar {
     std::vector<int32_t> bits;     // the row; empty if the next two members describe it
     const int32_t* start;          // row that contains about the same tokens; null: no tokens
     std::vector<int32_t> changed;  // tokens that are in only one of this row and `start`
-    // No allowed token leads to a larger distance, except for the costs of the stack before it.
+    // Upper bound of the distances after the allowed tokens, without the costs of the stack.
     int32_t largest_distance;
     std::vector<Crossing> crossings;
 

@@ -13,7 +13,7 @@ namespace {
 // not wrong.
 constexpr int kMaxTargets = 1024;
 
-// Ranges of the bytes of characters.
+// A set of characters: those that have one byte from each range, in order.
 struct Form {
   int length;
   std::array<ByteRange, 4> bytes;
@@ -34,9 +34,9 @@ constexpr std::array<Form, 11> kForms = {{
     {4, {{{0xF4, 0xF4}, {0x80, 0x8F}, kTail, kTail}}},
 }};
 
-// Calls visit(next) for the results of all characters of a form, whose first `index` bytes have
-// been read: a state, kDead, or the action of a byte. Neighbouring bytes that lead to the same
-// state count as one. The call ends and returns false if visit() returns false.
+// Calls visit(next) with the result of each character of a form: a state, kDead, or the action of a
+// byte. The first `index` bytes of the character have been read. Neighbouring bytes that lead to
+// the same state count as one. The call ends and returns false if visit() returns false.
 template <typename Visit>
 bool visit_targets(const Machine& machine, int32_t state, const Form& form, int index,
                    Visit visit) {
@@ -83,7 +83,8 @@ TextStates::TextStates(const Machine& machine, const Distances& distances) {
     if (is_legal) candidates.push_back({state, targets});
   }
   // All text is legal in a state if every character leads to a state in which all text is legal.
-  // The loops remove the other states. Later states mostly follow earlier ones.
+  // The first loop removes the other states, and the second one computes the largest distances.
+  // Both begin with the last state, because most states lead to states with greater numbers.
   std::vector<bool> any_text(at(states));
   for (const Candidate& candidate : candidates) any_text[at(candidate.state)] = true;
   for (bool changed = true; changed;) {

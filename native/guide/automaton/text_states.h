@@ -21,8 +21,8 @@ class TextStates {
   // Returns the state after any character, kDead if all characters are illegal, or kSeveral if they
   // lead to several states.
   int16_t successor(int32_t state) const { return successor_[at(state)]; }
-  // Returns the largest distance of the states that any sequence of characters leads to, or -1 if a
-  // sequence is illegal. It is -1 for states within a character.
+  // Returns the largest distance after one or more characters, whichever they are, or -1 if a
+  // sequence of characters is illegal. It is -1 for states within a character.
   int32_t any_text_distance(int32_t state) const { return any_text_distance_[at(state)]; }
   size_t nbytes() const {
     return successor_.size() * sizeof(int16_t) + any_text_distance_.size() * sizeof(int32_t);

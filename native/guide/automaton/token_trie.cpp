@@ -20,7 +20,7 @@ size_t text_character(std::string_view text) {
   for (size_t i = 1; i < length; ++i) {
     if ((byte(i) & 0xC0) != 0x80) return 0;
   }
-  // Longer forms than necessary, surrogates, and codes above U+10FFFF are not characters.
+  // Overlong encodings, surrogates and codes above U+10FFFF are not characters.
   const uint8_t second = byte(1);
   const bool valid = (first != 0xE0 || second >= 0xA0) && (first != 0xED || second < 0xA0) &&
                      (first != 0xF0 || second >= 0x90) && (first != 0xF4 || second < 0x90);

@@ -36,7 +36,7 @@ struct Walker {
     return position->state == Machine::kDead ? kIllegal : kMoved;
   }
 
-  // Reads a text. Returns whether it is legal. The nodes that it pushes are added to `stack`.
+  // Reads a text. Returns whether the text is legal. Its opening bytes push nodes onto `stack`.
   bool read(std::string_view text, Position* position, StackNodes* stack) const {
     for (const char c : text) {
       const int16_t next = machine.next(position->state, static_cast<uint8_t>(c));
@@ -49,8 +49,8 @@ struct Walker {
     return true;
   }
 
-  // Visits the nodes of a range of a trie whose bytes are legal. The first nodes of the range have
-  // the depth `depth`, and the machine has the position `start` before their bytes.
+  // Visits those nodes in a range of a trie whose bytes are legal. The topmost nodes of the range
+  // have the depth `depth`. The machine is at `start` before it reads the byte of such a node.
   //
   // on_node(index, position): the byte of a node is legal, and leads to `position`. Returns whether
   // the descendants of the node are visited.

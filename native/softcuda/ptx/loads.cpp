@@ -32,7 +32,7 @@ void HostLoads::load_around(const char* storage) {
   if (pages_.count(number) != 0) return;
   if (pages_.size() == kMaxPages) clear();
   Page page;
-  // The page does not cross the border of a page of the system, so all of it can be read.
+  // The page lies within one page of the operating system, so all of it can be read.
   load_host_words(number * kPageWords, kPageWords, page.words);
   page.loaded = ~uint64_t{0};
   pages_[number] = page;
@@ -60,7 +60,8 @@ void HostLoads::forget(uint64_t word) {
 
 void HostLoads::acquire(uint32_t scope) {
   if ((scope & kSystemScope) != 0) {
-    // Another block may acquire what this operation has acquired, with scope .gpu.
+    // After this operation, another block may synchronize with this one by an acquire operation of
+    // scope .gpu. The count tells that operation to clear its block's cache too.
     count_host_change();
     clear();
   } else if ((scope & kDeviceScope) != 0 && changes.load(std::memory_order_acquire) != changes_) {

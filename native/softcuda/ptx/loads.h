@@ -11,8 +11,8 @@
 namespace softcuda {
 namespace ptx {
 
-// The values of host memory that a block has loaded. The block loads them again until an acquire
-// operation of one of its warps.
+// A cache of the host memory that a block has loaded. Weak loads of the block return the cached
+// values until an acquire operation of one of its warps clears the cache.
 class HostLoads {
  public:
   void clear();

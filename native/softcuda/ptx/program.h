@@ -339,8 +339,7 @@ void misaligned(Warp& w, const Instr* in, unsigned lane, uint64_t address, unsig
 // Stops the running group at a warp-synchronous operation, because lanes of its member mask have
 // not arrived yet.
 const Instr* wait_for_lanes(Warp& w, const Instr* in);
-// Stops the running group after the current instruction, so that other warps run: the program waits
-// for them in a loop.
+// Stops the running group after the current instruction, so that other warps run.
 inline void yield_turn(Warp& w) {
   w.why = Stop::yielded;
   w.stop = nullptr;

@@ -1,7 +1,7 @@
-// Recursive calls. Functions are inlined, so a recursive call jumps back to the beginning of the
-// inlined copy of the called function in which the call is. Before the jump, the thread's registers
-// and the parameters of the functions that have not returned are saved. When the thread reaches the
-// end of this copy, they are restored and the thread continues after the call.
+// Recursive calls. Functions are inlined, so a recursive call is inside an inlined copy of the
+// called function. It jumps back to the beginning of this copy. Before the jump, the thread's
+// registers and the parameters of the functions that have not returned are saved. When the thread
+// reaches the end of the copy, they are restored, and the thread continues after the call.
 #include <cstring>
 
 #include "builder.h"

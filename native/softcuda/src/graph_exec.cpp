@@ -40,9 +40,9 @@ std::vector<const Node*> sorted_nodes(const Graph& graph) {
   return sorted;
 }
 
-// Returns the dependencies of the empty node that follows the nodes of a child graph, as indices in
-// the flat list (append_flat): `entry`, the empty node before these nodes, and for each node its
-// last entry in the list (`tail`), which for a nested child graph is its second empty node.
+// Returns the dependencies of the second empty node of a child graph (see append_flat), as indices
+// in the flat list: the first empty node (`entry`), and for each node of the child graph the list
+// entry on which the node's successors depend (`tail`).
 std::vector<unsigned> joined(unsigned entry, const std::map<const Node*, unsigned>& tail) {
   std::vector<unsigned> dependencies{entry};
   for (auto& item : tail) dependencies.push_back(item.second);
