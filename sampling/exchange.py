@@ -131,7 +131,7 @@ class Exchange:
 
 
 def _record_words(mode: DraftMode) -> dict[str, int]:
-    """Return the size of each record of a slot in 32-bit words, with the ids after its struct."""
+    """Return the sizes of a slot's records in 32-bit words, including the ids after a struct."""
     rows = mode.drafts + 1
     return {
         "stamps": rows * _struct_words("RowStamp"),

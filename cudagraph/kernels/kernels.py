@@ -345,7 +345,7 @@ class KernelModule:
         return function
 
     def _names_of_kernels(self) -> str:
-        """Return the names of the module's kernels for an error message, if the driver has them."""
+        """Return the module's kernel names for an error message; empty if they are unknown."""
         if not hasattr(cu, "cuModuleEnumerateFunctions"):
             return ""
         count = call(cu.cuModuleGetFunctionCount, self._loaded.handle)

@@ -17,7 +17,7 @@ from graft.native.softcuda.ptx_library import build_ptx_library
 
 #: Values of ``GRAFT_CODE``: the code that the soft device runs.
 CODES = ("host", "ptx")
-#: Compute capability times 10 for which kernels are compiled unless ``GRAFT_PTX_ARCH`` is set.
+#: Architecture for which kernels are compiled unless ``GRAFT_PTX_ARCH`` is set.
 DEFAULT_ARCHITECTURE = 90
 
 
@@ -30,7 +30,7 @@ def soft_device_runs_ptx() -> bool:
 
 
 def architecture() -> int:
-    """Return the compute capability times 10 for which kernels are compiled to PTX."""
+    """Return the architecture for which kernels are compiled to PTX, such as 90 for sm_90."""
     text = os.environ.get("GRAFT_PTX_ARCH") or str(DEFAULT_ARCHITECTURE)
     if not text.isdecimal() or not 75 <= int(text) < 200:
         raise DeviceError(f"GRAFT_PTX_ARCH={text!r}: expected a number such as 80, 90 or 100")

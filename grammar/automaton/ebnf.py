@@ -153,7 +153,7 @@ def _recursive_names(references: dict[str, frozenset[str]]) -> set[str]:
 
 
 def _options(node: Node) -> list[Node]:
-    """Return the options of a choice or of an optional part; a list of other nodes themselves."""
+    """Return the options of a choice or of an optional part; for other nodes, the node itself."""
     if isinstance(node, Choice):
         return [option for part in node.options for option in _options(part)]
     if isinstance(node, Repeat) and (node.low, node.high) == (0, 1):
@@ -162,7 +162,7 @@ def _options(node: Node) -> list[Node]:
 
 
 def _flat(node: Node) -> list[Node]:
-    """Return the parts of a sequence, with those of inner sequences; other nodes in a list."""
+    """Return the parts of a sequence and of inner sequences; for other nodes, the node itself."""
     if not isinstance(node, Sequence):
         return [node]
     return [part for inner in node.parts for part in _flat(inner)]

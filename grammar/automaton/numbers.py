@@ -176,7 +176,7 @@ def _whole(low: int, high: int | None) -> Expression:
 
 
 def _same_length(low: str, high: str) -> Expression:
-    """Return the expression of the digit strings from `low` to `high`, which have its length."""
+    """Return the expression of the digit strings from `low` to `high`, which have equal lengths."""
     if not low:
         return EMPTY
     first, last = int(low[0]), int(high[0])
@@ -296,7 +296,8 @@ def _digits_between(low: str, high: str, low_inclusive: bool, high_inclusive: bo
 def _at_least(digits: str, inclusive: bool) -> Expression:
     """Return the expression of the digits of fractions that are at least `digits`.
 
-    If the bound is exclusive, digits that continue the bound do not end with 0.
+    If the bound is exclusive, digits that begin with the bound match only if they continue it and
+    do not end with 0.
     """
     if not digits:
         return _DIGITS if inclusive else concat([_DIGITS, _digits(1, 9)])
@@ -311,7 +312,8 @@ def _at_least(digits: str, inclusive: bool) -> Expression:
 def _at_most(digits: str, inclusive: bool) -> Expression:
     """Return the expression of the digits of fractions that are at most `digits`.
 
-    The digits that begin like the bound have as many digits as the bound.
+    Digits that are a proper prefix of the bound, or that continue the bound, do not match: with the
+    bound 25, neither 2 nor 250 matches.
     """
     if not digits:
         return EMPTY

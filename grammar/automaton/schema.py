@@ -178,7 +178,8 @@ class _Document:
         # refers to it.
         self._by_identity: dict[int, int | None] = {}
         self._kept: list[Values] = []
-        # Targets of references whose expressions are being built without a bracket in between.
+        # Targets of the references that are being resolved inside the innermost bracket. Another
+        # reference to one of them would never end.
         self._open: set[str] = set()
         self._targets: dict[str, Expression] = {}
 

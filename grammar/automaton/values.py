@@ -133,8 +133,8 @@ _ASSERTIONS = word_set(
 )
 #: Keywords that list the properties or items to which a keyword does not apply.
 _LISTED = {"additionalProperties": "properties", "items": "prefixItems"}
-#: Keywords that LLGuidance does not know before a draft. A schema of only such keywords and
-#: annotations allows any value.
+#: Keywords that LLGuidance ignores in older drafts, with the first draft in which it knows them. A
+#: schema of only unknown keywords and annotations allows any value.
 _SINCE = {"const": 6, "prefixItems": 2019}
 
 

@@ -142,7 +142,7 @@ def convert_format(form: Format, convert: Callable[[Format], Format]) -> Format:
 
 
 def has_free_text(form: Format) -> bool:
-    """Return whether a format has free text that only the end of a tag around the format ends."""
+    """Return whether a format has free text that is not inside one of its tags."""
     if form["type"] in ("any_text", "triggered_tags", "dispatch"):
         return True
     if form["type"] == "tag":

@@ -27,8 +27,8 @@ _BLOCK_DRAFTER_TENSOR = "hidden_norm.weight"
 _BLOCK_DRAFTERS: dict[str, type[BlockDrafter]] = {
     drafter.kind: drafter for drafter in (DFlash, DFlash2, DSpark)
 }
-#: Last part of the error messages about a `choice` of `make_drafter`, a callable, that raises an
-#: exception or does not return a drafter.
+#: End of the error messages about a callable that is given as drafter, but raises an exception or
+#: does not return a drafter.
 _EXPECTED = (
     "a callable given as drafter must take a DrafterContext and return a Drafter. For a function "
     "that takes token ids and returns drafts, give UserDrafter.of(function)"
@@ -104,7 +104,7 @@ def is_block_drafter(choice: object) -> bool:
 
 
 def _feeds_blocks(choice: object) -> bool:
-    """Return whether `choice`, which is not an import name, creates a block drafter."""
+    """Return whether `choice` creates a block drafter; it must not be an import name."""
     if isinstance(choice, partial):
         parts = (choice.func, *choice.args, *choice.keywords.values())
         return any(map(_feeds_blocks, parts))

@@ -372,10 +372,10 @@ class Options:
         return self.max_length, self.pages
 
     def sized(self, model_length: int, *, feeds_blocks: bool = False) -> Options:
-        """Return these options with numbers in place of a `max_length` and `pages` of None.
+        """Return a copy of these options in which `max_length` and `pages` are numbers, not None.
 
-        By default, `max_length` is that of the model, but at most `DEFAULT_LENGTH`, and the pages
-        suffice for `max_batch_size` requests of this length.
+        The default of `max_length` is that of the model, but at most `DEFAULT_LENGTH`. By default,
+        the pages suffice for `max_batch_size` requests of this length.
 
         Parameters
         ----------

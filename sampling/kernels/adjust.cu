@@ -79,8 +79,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 
 // Records token i (from 0) that verification has committed for a batch row: adds 1 to the count of
 // the token, which penalties use, and writes its log probability and rank and the most likely ids
-// to `logprobs_out`, the replay's entry of the output ring. The caller passes i as `r`, which is
-// the index of the batch row's first forward row plus i.
+// to `logprobs_out`, the replay's entry of the output ring. `r` is i plus the index of the batch
+// row's first forward row.
 __device__ __forceinline__ void record_token(int r, const float* raw, int vocab_size,
                                              const int* row_slot, const int* map, const Slot* slots,
                                              const RoundRow* rows, int row_words, int* tables,

@@ -580,7 +580,7 @@ print(seen, run)
 
 @pytest.mark.parametrize("blocking", ["0", "1"])
 def test_host_work_may_use_its_own_executable(blocking: str) -> None:
-    """A launch call that returns after the replay holds up no call that host work may make."""
+    """Host work may call its executable even while a launch call waits for the replay's end."""
     done = run_program(BLOCKED, GRAFT_DEVICE="soft", SOFTCUDA_LAUNCH_BLOCKING=blocking)
     assert done.stdout == "[0, 1, 2] <GraphExec 'blocked' (closed)>\n", done.stderr
 

@@ -236,7 +236,6 @@ def check_budgets(generator, matcher):
     for budget in [*range(distance - 1, distance + 3), distance + generator.randint(3, 40)]:
         row = legal_ids(matcher, budget)
         assert row == {token for token in legal if after[token] <= budget - 1}
-    # A generation that follows the rows, and prefers the tokens that lead farthest away.
     budget = distance + generator.randint(0, 10)
     tokens = 0
     while not matcher.is_terminated():

@@ -303,7 +303,7 @@ def test_row_cache_has_no_stop_ids_of_requests(device, stream, shape):
 
 
 def test_row_cache_keeps_rows_that_the_same_kernel_uses(device, stream, shape):
-    """With one row, a kernel that has found it computes the rows of all other states."""
+    """If the cache has one row, one request uses it, and the rows of the others are computed."""
     spec = GRAMMARS["choice"]
     rig = AutomatonRig(
         device, stream, VOCABULARY, 3, DraftMode(drafts=0), row_bytes=ROW_BYTES, **shape

@@ -58,8 +58,8 @@ struct AutomatonTable {
   int actions;
   int returns;
   int pops;  // whether a byte pops an entry
-  // Upper bound of the distance by which a token leads further away: no token leads from a state to
-  // a position whose distance is larger than this number plus the costs of the stack before it.
+  // Upper bound of the distance of the position after any token, without the costs of the stack
+  // entries that existed before the token.
   int largest_step;
 };
 
@@ -173,8 +173,8 @@ struct Tables {
   int num_tokens;
 };
 
-// Position of a machine in a text: its state and its stack. `depth` entries from `below` are the
-// stack, the top last.
+// Position of a machine in a text: its state and its stack. `below` points to the `depth` entries
+// of the stack, the top last.
 struct Position {
   int state;
   int depth;

@@ -348,7 +348,7 @@ class Products:
         store_args: tuple[object, ...] = NO_KV_WRITE,
         store_types: dict[str, object] | None = None,
     ) -> None:
-        """Launch a tensor-core product with the epilogue (code that stores its results) asked for.
+        """Launch a tensor-core product with an epilogue, the code that stores the results.
 
         `args` is the result of `_common_args`. `norm` is a folded norm whose inputs the epilogue
         writes, or None. If `gated`, the epilogue computes silu(gate) * up. `store_args` and

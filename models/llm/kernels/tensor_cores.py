@@ -78,8 +78,8 @@ def mma_shape(
     nbytes
         Bytes of a stored weight: 1 or 2.
     allow_tall
-        Whether tiles may have 256 rows, which requires inputs of 16 bits and a GPU with about 225
-        KB of shared memory per block.
+        Whether tiles may have 256 rows, which requires 16-bit inputs and a GPU with about 225 KB of
+        shared memory per block.
     """
     if rows <= _FEW_ROWS:
         # A block computes `tiles` tiles of rows and `tiles` tiles of columns. With more than eight

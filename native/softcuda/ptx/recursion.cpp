@@ -12,11 +12,10 @@ namespace ptx {
 namespace {
 
 // For a recursive call, Kernel::operand_pool contains: the distance, in instructions, from the call
-// to the beginning of the inlined copy that it calls; the number of this copy
-// (Builder::Instance); the bytes of the frame; and three lists, each
-// preceded by its length. The lists are (from, to, bytes) of each argument, (from, to, bytes) of
-// each result, and (address, bytes) of the parameter memory to save. All addresses are offsets in
-// the thread's local memory.
+// to the beginning of the inlined copy that it calls; the number of this copy (Builder::Instance);
+// the bytes of the frame; and three lists, each preceded by its length. The lists are (from, to,
+// bytes) of each argument, (from, to, bytes) of each result, and (address, bytes) of the parameter
+// memory to save. All addresses are offsets in the thread's local memory.
 constexpr size_t kHeader = 3;
 
 char* local_memory(const Warp& w, unsigned lane) {

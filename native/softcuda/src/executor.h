@@ -47,8 +47,8 @@ class Executor {
   void fiber_loop();
   const char* running_kernel() const { return running_kernel_.load(std::memory_order_relaxed); }
   // Called when the running kernel reads the clock. Such a kernel probably polls memory until a
-  // time limit. With SOFTCUDA_QUEUES=1 (one hardware queue), later operations than such a kernel
-  // are held back (PollingKernel).
+  // time limit. With SOFTCUDA_QUEUES=1 (one hardware queue), operations after such a kernel are
+  // held back (PollingKernel).
   void note_clock() {
     if (settings().queues == 1 && !polling_) polling_.emplace();
   }

@@ -229,8 +229,8 @@ struct Program {
   // The operation that launched this program, while the launch runs: a stream operation, or for a
   // conditional body the conditional node.
   Op* launch = nullptr;
-  // How often the program was begun, and for a conditional body the number of the launch that runs
-  // it: the value of `runs` of the executable graph's program. Recorded by traces.
+  // Recorded by traces: how often the program was begun and, for a conditional body, the number of
+  // the launch that runs it (`runs` of the executable graph's program).
   uint64_t runs = 0;
   uint64_t launch_number = 0;
   // The conditional handles with a default value: the cell that holds the condition's value, and
