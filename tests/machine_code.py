@@ -393,10 +393,19 @@ def kernel_instructions(text: str) -> dict[str, list[str]]:
 def parse_sass(text: str) -> dict[str, Counter[str]]:
     """Count the instructions of the main loop of each kernel in nvdisasm's output.
 
-    A loop consists of the instructions from a label to a branch back to this label. The result has
-    the counts of `COUNTED_INSTRUCTIONS` by kernel, for the loop with the most MMA instructions.
+    The main loop is the one with the most MMA instructions.
     """
-    found: dict[str, Counter[str]] = {}
+    loops = count_loops(text)
+    return {kernel: max(found, key=lambda counts: counts["mma"]) for kernel, found in loops.items()}
+
+
+def count_loops(text: str) -> dict[str, list[Counter[str]]]:
+    """Count the instructions of the loops of each kernel in nvdisasm's output.
+
+    A loop consists of the instructions from a label to a branch back to this label. The result has
+    the counts of `COUNTED_INSTRUCTIONS` by kernel, in the order of the branches.
+    """
+    found: dict[str, list[Counter[str]]] = {}
     kernel = ""
     labels: dict[str, int] = {}
     instructions: list[str] = []
@@ -412,9 +421,7 @@ def parse_sass(text: str) -> dict[str, Counter[str]]:
             target = operands.partition("`(")[2].partition(")")[0]
             is_branch_back = instruction.startswith("BRA") and target in labels
             if is_branch_back:
-                loop = _count(instructions[labels[target] :])
-                best = found.get(kernel, Counter())
-                found[kernel] = max(best, loop, key=lambda counts: counts["mma"])
+                found.setdefault(kernel, []).append(_count(instructions[labels[target] :]))
     return found
 
 

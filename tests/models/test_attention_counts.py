@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from graft.tools.bench import roofline
+
 pytestmark = [pytest.mark.ptx, pytest.mark.nvrtc]
 
 LAUNCH = Path(__file__).with_name("attention_launch.py")
@@ -105,3 +107,34 @@ def test_attention_output_of_16_bits_stores_half(tmp_path):
         if not (tmp_path / dtype).mkdir()
     ]
     assert [counts["stored"]["global"] for counts in stored] == [2 * 4 * 64 * 4, 2 * 4 * 64 * 2]
+
+
+@pytest.mark.parametrize(
+    ("requests", "rows", "context", "tolerance"),
+    [
+        (1, 64, 512, 0.3),
+        pytest.param(64, 1, 1024, 0.05, marks=pytest.mark.full),
+        pytest.param(1, 256, 4096, 0.05, marks=pytest.mark.full),
+    ],
+)
+def test_roofline_counts_executed_work_of_attention(tmp_path, requests, rows, context, tolerance):
+    """The model's instructions, and its bytes through L1 and shared memory, are executed.
+
+    A short context has a greater share of steps of single rows, which the model does not contain.
+    """
+    counts = count(
+        tmp_path,
+        slots=[slot for slot in range(requests) for _ in range(rows)],
+        positions=[*range(context - rows, context)] * requests,
+        heads=roofline.HEADS,
+        kv_heads=roofline.KV_HEADS,
+        dim=roofline.HEAD_DIM,
+        rows_per_slot=rows,
+        dtype="bfloat16",
+    )
+    split = counts["attention_split"]
+    shared = split["loaded"]["shared"] + split["stored"]["shared"]
+    work = roofline.attention([context] * requests, rows).work
+    executed = sum(split["instructions"].values())
+    assert work["issue"] == pytest.approx(executed, rel=tolerance)
+    assert work["L1"] == pytest.approx(shared + bytes_loaded(counts), rel=tolerance)

@@ -8,8 +8,8 @@ these times: it is close to the longest one if the others are much shorter, and 
 resources are nearly saturated. To this the estimate adds latencies that no other work hides.
 
 The launch configurations come from the functions that the kernels are launched with, and the
-numbers of instructions from machine code for sm_90 (``tests/tools/test_roofline.py``). The
-estimates have not been compared with a GPU.
+numbers of instructions from machine code for sm_90 (``tests/tools/test_roofline.py``) or from PTX
+(``tests/models/test_attention_counts.py``). The estimates have not been compared with a GPU.
 """
 
 from __future__ import annotations
@@ -92,9 +92,32 @@ TILES = {
     128: _Tile(385 / 64, 4, 4, (2, 8)),
     256: _Tile(247 / 64, 8, 4, (4, 8)),
 }
-#: Instructions per step of an attention warp, which has 16 queries and 16 positions, and mma
-#: instructions among them.
-ATTENTION_STEP = 737
+
+
+@dataclass(frozen=True)
+class _AttentionTile:
+    """Work of an attention warp on one query tile, which has 16 queries.
+
+    Attributes
+    ----------
+    step, step_shared
+        Instructions per step of 16 positions, and bytes that they transfer between registers and
+        shared memory.
+    fold, fold_shared
+        The same for the rest of a part of the positions, mainly for adding the results of warps.
+    """
+
+    step: float
+    step_shared: int
+    fold: float
+    fold_shared: int
+
+
+#: Work of attention by the number of query tiles that share keys and values.
+ATTENTION_TILES = {
+    1: _AttentionTile(681, 8192, 390, 14_300),
+    4: _AttentionTile(535, 25_600, 840, 39_000),
+}
 ATTENTION_STEP_MMA = 64
 
 
@@ -171,14 +194,17 @@ def product(name: str, rows: int, columns: int, inner: int, count: int = 1) -> L
     return Launch(name, count, work, latency)
 
 
-def attention_tile_rows(rows_per_slot: int) -> int:
-    """Return the number of rows of a slot that read keys and values together.
+def sharing_query_tiles(rows_per_slot: int) -> int:
+    """Return the number of query tiles that share keys and values.
 
-    A query tile has 16 queries of one KV head. Four query tiles share keys and values if the slot
-    has 64 rows or more.
+    A query tile has 16 queries of one KV head.
     """
-    query_tiles = 4 if rows_per_slot >= 64 else 1
-    return query_tiles * 16 // (HEADS // KV_HEADS)
+    return 4 if rows_per_slot >= 64 else 1
+
+
+def attention_tile_rows(rows_per_slot: int) -> int:
+    """Return the number of rows of a slot that read keys and values together."""
+    return sharing_query_tiles(rows_per_slot) * 16 // (HEADS // KV_HEADS)
 
 
 def attention(contexts: Sequence[int], rows: int) -> Launch:
@@ -191,10 +217,16 @@ def attention(contexts: Sequence[int], rows: int) -> Launch:
     query_tiles = KV_HEADS * ceil_div(rows * HEADS // KV_HEADS, 16)
     position_bytes = 2 * 2 * KV_HEADS * HEAD_DIM
     steps = sum(query_tiles * ceil_div(context, 16) for context in contexts)
+    # The four warps of a block compute a part together. A context has up to 32 parts.
+    folds = sum(4 * query_tiles * min(ceil_div(context, 64), 32) for context in contexts)
+    sharing = sharing_query_tiles(rows)
+    tile = ATTENTION_TILES[sharing]
+    step_bytes = tile.step_shared + 16 * position_bytes // KV_HEADS / sharing
     work: dict[str, float] = {
         "memory": sum(contexts) * position_bytes,
         "L2": tiles * sum(contexts) * position_bytes,
-        "issue": steps * ATTENTION_STEP,
+        "L1": steps * step_bytes + folds * tile.fold_shared,
+        "issue": steps * tile.step + folds * tile.fold,
         "mma": steps * ATTENTION_STEP_MMA,
     }
     return Launch("attention", LAYERS, work, HOP_S + ATTENTION_S)

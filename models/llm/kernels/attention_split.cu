@@ -82,6 +82,14 @@ __device__ __forceinline__ long long head_at(const Pages& pages, int index, int 
   return (static_cast<long long>(index) * pages.kv_heads + kv_head) * WIDE_HEAD;
 }
 
+// Types of the argument with which a step is compiled twice: for all rows at once, and for one row.
+struct AllRows {
+  static constexpr bool FOR_ALL = true;
+};
+struct OneRow {
+  static constexpr bool FOR_ALL = false;
+};
+
 // Loads key fragments. For each c < CHUNKS, lane 4 g + t loads dimensions 32 c + 8 t ..
 // 32 c + 8 t + 7 of keys g and g + 8, which are operand B of two mma steps.
 __device__ __forceinline__ void load_keys(const CACHE16* keys, const Pages& pages, int kv_head,
@@ -121,8 +129,7 @@ __device__ __forceinline__ void split_pair(float x, float y, unsigned int* high,
 
 // Returns element j of `low` in the lower 16 bits and element j of `high` in the upper 16 bits.
 __device__ __forceinline__ unsigned int pair_of(const Pack16& low, const Pack16& high, int j) {
-  const unsigned int a = low.u[j / 2], b = high.u[j / 2];
-  return j % 2 ? a >> 16 | (b & 0xffff0000u) : (a & 0xffffu) | b << 16;
+  return __byte_perm(low.u[j / 2], high.u[j / 2], j % 2 ? 0x7632 : 0x5410);
 }
 
 // Computes sum += part * by.
@@ -149,8 +156,8 @@ struct FoldFactors {
   // `before` is the maximum score of the earlier parts, `part_top` that of the next part.
   __device__ __forceinline__ FoldFactors(float before, float part_top) {
     top = part_top > before ? part_top : before;
-    shrink = exp_exact(before - top);
-    by = exp_exact(part_top - top);
+    shrink = exp_bounded(before - top);
+    by = exp_bounded(part_top - top);
   }
 };
 
@@ -191,8 +198,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, QUERY_TILES == 1 ? 2 : 
                     unsigned int* arrived) {
   wait_for_previous_kernel();
 #if QUERY_TILES == 1
-  // Queries, split into high and low parts, indexed [query tile][chunk of 32 dimensions][high or
-  // low part][query g or g + 8][lane].
+  // Queries, split into high and low parts, as operands A of mma steps. They are indexed [query
+  // tile][chunk of 32 dimensions][high or low part][half of the chunk's mma steps][lane].
   __shared__ Pack16 query[1][CHUNKS][2][2][32];
   __shared__ Floats4 folded_sum[QUERIES][WIDE_HEAD / 4];  // each thread reads only its own values
 #else
@@ -286,7 +293,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, QUERY_TILES == 1 ? 2 : 
           for (int i = 0; i < 4; ++i) {
             const float x = is_valid ? from_row[32 * c + 2 * i] * scale : 0.0f;
             const float y = is_valid ? from_row[32 * c + 2 * i + 1] * scale : 0.0f;
-            split_pair(x, y, &query[q][c][0][side][lane].u[i], &query[q][c][1][side][lane].u[i]);
+            const int half = i / 2, at = 2 * (i % 2) + side;  // element of operand A
+            split_pair(x, y, &query[q][c][0][half][lane].u[at], &query[q][c][1][half][lane].u[at]);
           }
         }
       }
@@ -343,29 +351,36 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, QUERY_TILES == 1 ? 2 : 
       int at = more ? locate(pages, tile[max(only, 0)], first) : -1;
       Pack16 key[2][CHUNKS], value[4][HALVES];
       if (more) load_keys(keys, pages, kv_head, at, key);
-      while (more) {
+      // Computes the current step and prepares the next one. `which` is AllRows if the current step
+      // is computed for all rows at once, and OneRow if it is computed for row `only`.
+      const auto compute_step = [&](auto which) {
+        constexpr bool FOR_ALL = which.FOR_ALL;
         if (loads) load_values(values, pages, kv_head, at, value);
         const int row = only, here = first;
         const int seen = tile[max(row, 0)].pos - first;  // last visible of the 16 positions
         more = next_step();
         // If the next step has the same positions for another row of a chain, their keys and values
         // are already loaded, unless that row attends to later positions than the current row.
-        loads = more && (first != here || !all.is_chain || tile[only].pos > tile[row].pos);
+        loads =
+            more && (FOR_ALL || first != here || !all.is_chain || tile[only].pos > tile[row].pos);
         if (loads) at = locate(pages, tile[max(only, 0)], first);
-        if (row >= 0) {
+        // Returns whether position i of the four positions of this lane is visible: 2t, 2t + 1,
+        // 2t + 8 or 2t + 9.
+        const auto is_visible = [&](int i) {
+          return FOR_ALL || 2 * t + i % 2 + 8 * (i / 2) <= seen;
+        };
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const bool visible = 2 * t + j % 2 + 8 * (j / 2) <= seen;
+        for (int j = 0; j < 4; ++j) {
 #pragma unroll
-            for (int i = 0; i < 4 * HALVES; ++i) {
-              unsigned int* pair = value[j][i / 4].u + i % 4;
-              *pair = visible ? *pair : 0;
-            }
+          for (int i = 0; i < 4 * HALVES; ++i) {
+            unsigned int* pair = value[j][i / 4].u + i % 4;
+            *pair = is_visible(j) ? *pair : 0;
           }
         }
 
-        const int end_q = row < 0 ? QUERY_TILES : row / tile_rows + 1;
-        for (int q = row < 0 ? 0 : end_q - 1; q < end_q; ++q) {
+        const int first_q = FOR_ALL ? 0 : row / tile_rows;
+        const int last_q = FOR_ALL ? QUERY_TILES - 1 : first_q;
+        for (int q = first_q; q <= last_q; ++q) {
           // score[0] are products with the high parts of the queries, score[1] with the low parts.
           // score[.][h], in lane 4 g + t, has the products of query g with keys 2t + 8h and
           // 2t + 8h + 1, and then those of query g + 8 with these keys.
@@ -374,17 +389,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, QUERY_TILES == 1 ? 2 : 
           for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
             for (int low_part = 0; low_part < 2; ++low_part) {
-              const Pack16 q0 = query[q][c][low_part][0][lane], q1 = query[q][c][low_part][1][lane];
 #pragma unroll
               for (int h = 0; h < 2; ++h) {
-                const unsigned int a[4] = {q0.u[2 * h], q1.u[2 * h], q0.u[2 * h + 1],
-                                           q1.u[2 * h + 1]};
-                mma_m16n8k16<CACHE16>(score[low_part][0], a, key[0][c].u + 2 * h);
-                mma_m16n8k16<CACHE16>(score[low_part][1], a, key[1][c].u + 2 * h);
+                const Pack16 a = query[q][c][low_part][h][lane];
+                mma_m16n8k16<CACHE16>(score[low_part][0], a.u, key[0][c].u + 2 * h);
+                mma_m16n8k16<CACHE16>(score[low_part][1], a.u, key[1][c].u + 2 * h);
               }
             }
           }
-          if (loads && q == end_q - 1) load_keys(keys, pages, kv_head, at, key);
+          if (loads && q == last_q) load_keys(keys, pages, kv_head, at, key);
 
           Floats4 state = sums_of(q, SUMS - 1);
           float* const top = state.f;
@@ -394,27 +407,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, QUERY_TILES == 1 ? 2 : 
           unsigned int high[4], low[4];
 #pragma unroll
           for (int side = 0; side < 2; ++side) {
-            is_active[side] = row < 0 || q * tile_rows + row_in_tile[side] == row;
+            is_active[side] = FOR_ALL || q * tile_rows + row_in_tile[side] == row;
             float x[4], tile_top = top[side];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              const bool visible = 2 * t + i % 2 + 8 * (i / 2) <= seen;
               const float s = score[0][i / 2][2 * side + i % 2] + score[1][i / 2][2 * side + i % 2];
-              x[i] = visible ? s : LOWEST;
-              tile_top = x[i] > tile_top ? x[i] : tile_top;
+              x[i] = is_visible(i) ? s : LOWEST;
+              tile_top = fmaxf(tile_top, x[i]);
             }
 #pragma unroll
             for (int offset = 1; offset < 4; offset <<= 1) {
               const float other = __shfl_xor_sync(FULL_WARP, tile_top, offset);
-              tile_top = other > tile_top ? other : tile_top;
+              tile_top = fmaxf(tile_top, other);
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              const bool visible = 2 * t + i % 2 + 8 * (i / 2) <= seen;
-              const float e = exp_exact(x[i] - tile_top);
-              x[i] = visible ? e : 0.0f;
+              const float e = exp_bounded(x[i] - tile_top);
+              x[i] = is_visible(i) ? e : 0.0f;
             }
-            shrink[side] = exp_exact(top[side] - tile_top);
+            shrink[side] = exp_bounded(top[side] - tile_top);
             if (is_active[side]) {
               mass[side] = fmaf(mass[side], shrink[side], (x[0] + x[1]) + (x[2] + x[3]));
               top[side] = tile_top;
@@ -441,7 +452,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, QUERY_TILES == 1 ? 2 : 
           }
           sums_of(q, SUMS - 1) = state;
         }
-      }
+      };
+      while (more && only < 0) compute_step(AllRows());
+      while (more) compute_step(OneRow());
 
       // Add the results of the warps in the order of the warps, 32 dimensions per `pass`. A pass
       // covers half of the 64 dimensions from 64 * (pass / 2) on: of every 16 dimensions, the first
@@ -459,7 +472,24 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, QUERY_TILES == 1 ? 2 : 
           part_top[warp][g + 8 * side] = state.f[side];
           part_mass[warp][g + 8 * side] = mass;
         }
+        __syncthreads();
         const int m = 16 * q + own_query;
+        const bool is_used = part < query_parts[m];
+        float all_top = LOWEST, all_mass = 0.0f, warp_factor[WARPS];
+        for (int w = 0; w < WARPS; ++w) all_top = fmaxf(all_top, part_top[w][own_query]);
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+          // A warp that has processed no positions of the row has mass 0 and adds exact zeros.
+          const float mass = part_mass[w][own_query];
+          const float by = mass > 0.0f ? exp_bounded(part_top[w][own_query] - all_top) : 0.0f;
+          all_mass = fmaf(mass, by, all_mass);
+          warp_factor[w] = by;
+        }
+        const FoldFactors factors(folded_top[q], all_top);
+        if (is_used) {
+          folded_mass[q] = fmaf(all_mass, factors.by, folded_mass[q] * factors.shrink);
+          folded_top[q] = factors.top;
+        }
 #pragma unroll
         for (int pass = 0; pass < 2 * HALVES; ++pass) {
 #pragma unroll
@@ -470,26 +500,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, QUERY_TILES == 1 ? 2 : 
             for (int j = 0; j < 4; ++j) to_sum->f[j] = sums_of(q, first_sum + j).f[of];
           }
           __syncthreads();
-          if (part < query_parts[m]) {
-            float all_top = LOWEST, all_mass = 0.0f;
+          if (is_used) {
             Floats4 all_sum = {};
-            for (int w = 0; w < WARPS; ++w) all_top = fmaxf(all_top, part_top[w][own_query]);
+#pragma unroll
             for (int w = 0; w < WARPS; ++w) {
-              // A warp that has processed no positions of the row has mass 0 and adds exact zeros.
-              const float mass = part_mass[w][own_query];
-              const float by = mass > 0.0f ? exp_exact(part_top[w][own_query] - all_top) : 0.0f;
-              all_mass = fmaf(mass, by, all_mass);
-              add_scaled(&all_sum, part_sum[w][own_query][sum_index], by);
+              add_scaled(&all_sum, part_sum[w][own_query][sum_index], warp_factor[w]);
             }
             const int d = dimension_of(pass);
             const long long at_head = query_index[m];
             if (span.blocks == 1) {
-              const FoldFactors factors(folded_top[q], all_top);
               fold_sum(&folded_sum[m][d / 4], factors.shrink, all_sum, factors.by);
-              if (pass == 2 * HALVES - 1) {
-                folded_mass[q] = fmaf(all_mass, factors.by, folded_mass[q] * factors.shrink);
-                folded_top[q] = factors.top;
-              }
             } else if (query_parts[m] == 1) {
               store_quotient(out + at_head * WIDE_HEAD + d, all_sum, all_mass);
             } else {

@@ -4,13 +4,13 @@
 #pragma once
 #include "graft.cuh"
 
-// Returns e^x with a relative error of about 1e-7. x is clamped to [-87, 88]. NaN gives NaN.
+// Returns e^x for x of at most 88, with a relative error of about 1e-7. An x below -87 gives e^-87,
+// and NaN gives NaN.
 //
 // With x = n ln2 + r and |r| <= ln2 / 2, e^r is computed as a Taylor series up to r^7, and n is
 // added to the exponent of the result.
-__device__ __forceinline__ float exp_exact(float x) {
+__device__ __forceinline__ float exp_bounded(float x) {
   x = x < -87.0f ? -87.0f : x;
-  x = x > 88.0f ? 88.0f : x;
   const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
   const float rounded = fmaf(x, 1.44269504088896341f, shift);
   const float n = rounded - shift;
@@ -24,10 +24,13 @@ __device__ __forceinline__ float exp_exact(float x) {
   p = fmaf(p, r, 0.5f);
   p = fmaf(p, r, 1.0f);
   p = fmaf(p, r, 1.0f);
-  const float power = __uint_as_float(__float_as_uint(p) + (__float_as_uint(rounded) << 23));
-  // If x is NaN, `power` may be finite: for 0x7fffffff, the NaN of GPUs, it has bits 0x7f7fffff.
-  return x == x ? power : x;
+  // p times 2^n. The power of two is a normal number, so the product is exact. If x is NaN, p is
+  // NaN and the power has any finite value.
+  return p * __uint_as_float((__float_as_uint(rounded) << 23) + 0x3f800000u);
 }
+
+// Returns e^x as exp_bounded does, and e^88 for x above 88.
+__device__ __forceinline__ float exp_exact(float x) { return exp_bounded(x > 88.0f ? 88.0f : x); }
 
 // SwiGLU (Shazeer, 2020): silu(gate) * up.
 __device__ __forceinline__ float gated(float gate, float up) {
