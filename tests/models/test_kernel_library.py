@@ -224,7 +224,7 @@ def test_mma_shape_chooses_tall_tiles_only_where_they_fit_and_save_time():
         assert mma_shape(128, columns, inner=inner, allow_tall=True).defines["ROW_BLOCK"] == 128
     assert blocks == {
         (6144, 4096): (128, (2, 48, 1)),
-        (4096, 4096): (128, (2, 32, 1)),
+        (4096, 4096): (128, (2, 32, 2)),
         (28672, 4096): (256, (1, 224, 1)),
         (4096, 14336): (256, (1, 32, 4)),
     }

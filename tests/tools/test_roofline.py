@@ -9,6 +9,7 @@ import pytest
 from tiny_models import llama_config
 
 from graft.models.llm.config import LlamaConfig
+from graft.models.llm.kernels import tensor_cores
 from graft.models.llm.kernels.library import ModelKernels
 from graft.models.llm.kernels.loader import FOLDER, KernelLoader
 from graft.models.llm.rows import Rows
@@ -75,6 +76,18 @@ def test_roofline_models_launched_shapes(device, stack, count):
     plan = lane.launches["attention plan"]
     assert plan.args[6] == roofline.attention_tile_rows(count)
     assert math.prod(lane.launches["attention"].grid) <= 2 * roofline.MULTIPROCESSORS
+
+
+@pytest.mark.parametrize("count", [32, 64, 128, 256, 512, 1024])
+def test_roofline_estimates_chosen_splits_as_fast_as_others(monkeypatch, count):
+    """The launch configurations are chosen with a simpler model than the roofline."""
+    for name, size in {**MATRICES, "attention out, 14B": (5120, 5120)}.items():
+        chosen = roofline.product(name, count, *size).seconds
+        for splits in (1, 2, 4, 8):
+            with monkeypatch.context() as patch:
+                patch.setattr(tensor_cores, "_choose_splits", lambda *_, splits=splits: splits)
+                other = roofline.product(name, count, *size).seconds
+            assert chosen <= 1.15 * other, (name, splits, chosen / other)
 
 
 def instructions(kernel, **defines):

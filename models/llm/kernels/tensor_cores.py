@@ -32,14 +32,12 @@ _BLOCKS_PER_MULTIPROCESSOR = {32: 2, 64: 1, 128: 1, _TALL_TILE: 1}
 # Time of a wave of tall tiles, in units of the time of a wave of tiles of 128 rows. It is the ratio
 # of the bytes that the two waves read through the L2 cache.
 _TALL_WAVE = 1.5
-# Estimated cost of K splits, in units of the time of one wave without splits. The wait for the last
-# block of a tile costs _SPLIT_COST. Storing and adding the partial sums of all tiles of a wave
-# costs _SPLIT_COST_PER_ROW for each row of a tile. This cost does not grow with the number of inner
-# indices, but the time of a wave, the unit of the cost, does. With more than _SPLIT_COST_INNER
-# inner indices, the cost per row is therefore reduced in proportion.
+# Estimated cost of K splits, in units of the time of one wave without splits that multiplies
+# _SPLIT_COST_INNER inner indices. The end of each wave costs _SPLIT_COST. Storing and adding eight
+# partial sums per output of all tiles of a wave costs _SPLIT_COST_PER_ROW for each row of a tile.
 _SPLIT_COST_PER_ROW = 0.3 / 32
 _SPLIT_COST_INNER = 4096
-_SPLIT_COST = 0.05
+_SPLIT_COST = 0.07
 
 
 class MmaShape(NamedTuple):
@@ -137,14 +135,17 @@ def _choose_splits(tiles: int, rows: int, inner: int) -> int:
 def _estimated_time(tiles: int, rows: int, inner: int, splits: int) -> float:
     """Return the estimated time of a product, in units of the time of a wave without splits.
 
-    With s splits there are more waves, each of which takes 1 / s of the time, but the partial sums
-    have to be written and added. Each of the `tiles` has `rows` rows.
+    With s splits there are more waves, each of which takes 1 / s of the time, but partial sums have
+    to be stored and added: one of the first block of a tile, which adds its own, and all of the
+    other blocks. Each of the `tiles` has `rows` rows.
     """
     concurrent = MULTIPROCESSORS * _BLOCKS_PER_MULTIPROCESSOR[rows]
-    waves = ceil_div(tiles * splits, concurrent) / splits
+    waves = ceil_div(tiles * splits, concurrent)
+    time = waves / splits
     if rows == _TALL_TILE:
-        waves *= _TALL_WAVE
+        time *= _TALL_WAVE
     if splits == 1:
-        return waves
-    cost_per_row = _SPLIT_COST_PER_ROW * min(1.0, _SPLIT_COST_INNER / inner)
-    return waves + cost_per_row * rows * tiles / concurrent + _SPLIT_COST
+        return time
+    stored = 1 + _MAX_SPLITS - _MAX_SPLITS // splits
+    cost = _SPLIT_COST_PER_ROW * stored / _MAX_SPLITS * rows * tiles / concurrent
+    return time + (cost + _SPLIT_COST * waves) * _SPLIT_COST_INNER / inner
