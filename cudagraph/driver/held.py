@@ -56,5 +56,6 @@ def drop_finished() -> None:
         for entry in entries:
             if _native.query_event(entry[0].handle) == NOT_READY:
                 _held.append(entry)
-    # The finalizers of the owners run code of other libraries, which must not hold the lock.
+    # Drop the owners after `_lock` is released, because their finalizers run code of other
+    # libraries.
     entries.clear()

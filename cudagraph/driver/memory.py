@@ -458,7 +458,7 @@ class PinnedArray:
         return np.array(self.array, dtype=dtype, copy=copy)
 
     def __buffer__(self, flags: int) -> memoryview:
-        """Return the memory of `array`: the buffer protocol, which Python 3.12 introduced here."""
+        """Return the memory of `array`. Python 3.12 and later call this for the buffer protocol."""
         return self.array.data
 
     def __dlpack_device__(self) -> tuple[int, int]:

@@ -615,7 +615,7 @@ class Graph(GraphBase):
             raise OptionError(f"graph {self.name!r} has an open executable; close it first")
 
     def set_executable(self, executable: GraphExec) -> None:
-        """Make an executable that was updated to this definition its open executable."""
+        """Set the open executable, which was updated to this definition."""
         self._exec = weakref.ref(executable)
 
     @property

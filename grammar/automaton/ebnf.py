@@ -45,7 +45,8 @@ class _Lowering:
         self._rules = rules
         self._recursive = _recursive_names(references_from(root, nodes))
         self._finished: dict[str, Expression] = {}
-        # Names of the rules that are being lowered without a bracket in between.
+        # Names of the rules that are being lowered inside the innermost bracket. Another reference
+        # to one of them is recursion without a bracket.
         self._open: set[str] = set()
         # Rules in brackets by the parts between the brackets.
         self._between: dict[tuple[Node, ...], int] = {}

@@ -76,7 +76,7 @@ def word_ranges() -> Ranges:
 
 
 def _merged(ranges: list[tuple[int, int]]) -> Ranges:
-    """Return the ranges in ascending order, with those joined that touch each other."""
+    """Return the ranges in ascending order, and join ranges that overlap or are adjacent."""
     out: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if out and low <= out[-1][1] + 1:

@@ -56,7 +56,7 @@ def test_kernel_file_compiles_and_loads(modules, variant):
 
 @pytest.mark.full
 def test_kernels_of_measured_models_compile(device, small):
-    """Forward passes of all measured numbers of rows, compiled in parallel, and an engine."""
+    """Threads build forward passes of all measured sizes in parallel, and an engine generates."""
     size = (SMALL if small else FULL) | {"num_hidden_layers": 3}
     model = random_llama(device, size)
 

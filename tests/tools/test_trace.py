@@ -132,7 +132,8 @@ def test_exposed_waits_include_copies_after_host_steps():
 
 
 def test_trace_rounds_report_waits_for_mask_rows(soft):
-    """The kernel "draft 1" waits if its mask row is copied after the kernel before it has ended."""
+    """The kernel "draft 1" waits while the previous kernel has ended but its mask row is
+    missing."""
     grammar = GrammarSpec.regex("[a-z ]{20,}")
     with (
         Engine(*demo_model(), max_batch_size=1, draft_length=2) as engine,

@@ -43,7 +43,7 @@ def anonymous_bytes() -> int:
 
 
 def make_request(number: int) -> Request:
-    """Return a request whose prompt and schema no other number has."""
+    """Return a request whose prompt and schema are different for each number."""
     properties = {f"field_{number}_{i}": {"type": "integer"} for i in range(10)}
     schema = {"type": "object", "properties": properties, "required": list(properties)}
     return Request(

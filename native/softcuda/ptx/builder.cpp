@@ -767,8 +767,8 @@ static bool fits(const Function& f, size_t arguments, size_t results) {
 
 // Adds an indirect call: inlines all functions that the call may reach and adds a branch to one of
 // them. The call may reach the functions in its .calltargets list. Without a list, it may reach
-// every function whose address is taken and whose numbers of arguments and results match, except
-// for the functions in whose inlined copies the call itself is.
+// every function whose address is taken and whose numbers of arguments and results match. Functions
+// are excluded if the call itself is inside an inlined copy of them.
 void Builder::emit_indirect_call(Instance& instance, const Call& call, unsigned depth) {
   const std::vector<Operand>& operands = call.statement.operands;
   std::vector<const Function*> candidates;
