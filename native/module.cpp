@@ -9,8 +9,8 @@ void bind_labs(nanobind::module_& m);
 
 NB_MODULE(_native, m) {
   // Driver threads enter Python through PyGILState, which supports the main interpreter only
-  // (hostwork/INVARIANTS.md P6).
-  if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
+  // (hostwork/INVARIANTS.md P6). Its id is 0.
+  if (PyInterpreterState_GetID(PyInterpreterState_Get()) != 0) {
     throw nanobind::import_error("graft runs in Python's main interpreter only");
   }
   // Types that driver threads use outlive the interpreter on purpose, so nanobind must not report

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from graft.cudagraph.driver.dtypes import E4M3
 from graft.cudagraph.errors import ShapeError
+from graft.native import _native
 
 CPU = 1
 CUDA = 2
@@ -83,39 +84,21 @@ def _python_function(name: str, result: Any, *arguments: Any) -> Any:
     return ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))
 
 
-_new_capsule = _python_function(
-    "PyCapsule_New", ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
-)
 _capsule_is_valid = _python_function(
     "PyCapsule_IsValid", ctypes.c_int, ctypes.py_object, ctypes.c_char_p
 )
 _capsule_pointer = _python_function(
     "PyCapsule_GetPointer", ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p
 )
-# For the destructor of a capsule: a py_object would increment the reference count of an object that
-# is being freed.
-_address_is_valid = _python_function(
-    "PyCapsule_IsValid", ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p
-)
-_address_pointer = _python_function(
-    "PyCapsule_GetPointer", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
-)
 
 # Exported tensors by the address of their structure: the structure, its sizes, and the owner of the
-# memory. The consumer's call of the deleter removes the entry.
+# memory. The call of the deleter removes the entry.
 _exported: dict[int, tuple[object, ...]] = {}
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def _delete(address: int, exported: dict[int, tuple[object, ...]] = _exported) -> None:
     exported.pop(address, None)
-
-
-@ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
-def _destroy_capsule(capsule: int) -> None:
-    # The name of a capsule that was consumed is "used_dltensor"; its consumer calls the deleter.
-    if _address_is_valid(capsule, _CAPSULE):
-        _exported.pop(_address_pointer(capsule, _CAPSULE), None)
 
 
 def export(
@@ -142,7 +125,7 @@ def export(
     managed.deleter = ctypes.cast(_delete, ctypes.c_void_p)
     key = ctypes.addressof(managed)
     _exported[key] = (managed, sizes, strides, owner)
-    return _new_capsule(key, _CAPSULE, ctypes.cast(_destroy_capsule, ctypes.c_void_p))
+    return _native.new_dltensor_capsule(key)
 
 
 class Contents(NamedTuple):
@@ -177,6 +160,8 @@ def request(array: Any, stream: int | None) -> Contents:
         versioned = _VersionedTensor.from_address(address)
         tensor = versioned.tensor
         writable = not versioned.flags & READ_ONLY
+    elif not _capsule_is_valid(capsule, _CAPSULE):
+        raise BufferError(f"__dlpack__ returned no unused capsule, but {capsule!r}")
     else:
         tensor = _ManagedTensor.from_address(_capsule_pointer(capsule, _CAPSULE)).tensor
     element = tensor.dtype

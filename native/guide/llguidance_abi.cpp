@@ -309,7 +309,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
   ~LLGuidanceMatcher() override {
     // Python deallocates objects while it holds the GIL. Release it, because resetting a matcher
     // and computing its mask take time.
-    if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
+    if (graft::hostwork::holds_gil()) {
       const graft::hostwork::GilRelease release;
       grammar_->reuse(std::move(live_));
     } else {

@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "hostwork/driver.h"
+#include "hostwork/gate.h"
 #include "threads.h"
 
 namespace graft::guide {
@@ -68,7 +69,7 @@ class Pool {
     posted_more_.notify_all();
     // A pool thread that has run Python code takes the GIL when it ends, to free its Python thread
     // state. If the caller holds the GIL, release it while the threads are joined.
-    const bool in_python = Py_IsInitialized() != 0 && PyGILState_Check() != 0;
+    const bool in_python = hostwork::holds_gil();
     PyThreadState* const state = in_python ? PyEval_SaveThread() : nullptr;
     for (std::thread& thread : threads_) thread.join();
     if (state != nullptr) PyEval_RestoreThread(state);

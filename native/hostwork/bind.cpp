@@ -105,6 +105,8 @@ void bind_lifetime(nb::module_& m) {
       "Set the primary context; 0 if it is not retained.");
   m.def("make_context_current", &make_context_current, nb::call_guard<GilRelease>(),
         "Make the primary context current on this thread and return the driver's result code.");
+  m.def("new_dltensor_capsule", &new_dltensor_capsule,
+        "Return a DLPack capsule of the unversioned DLManagedTensor at an address.");
   m.def("in_host_work", &in_host_work, "Return whether this thread is inside a host function.");
   nb::enum_<ResourceKind>(m, "ResourceKind")
       .value("DEVICE_MEMORY", ResourceKind::kDeviceMemory)

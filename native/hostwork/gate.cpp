@@ -54,6 +54,16 @@ struct ThreadState {
 };
 thread_local ThreadState thread_state;
 
+// Returns the text of a new reference to a str and drops the reference; "" if an error is raised.
+std::string take_text(PyObject* text) {
+  Py_ssize_t size = 0;
+  const char* utf8 = text == nullptr ? nullptr : PyUnicode_AsUTF8AndSize(text, &size);
+  if (utf8 == nullptr) PyErr_Clear();
+  std::string out = utf8 == nullptr ? "" : std::string(utf8, static_cast<std::size_t>(size));
+  Py_XDECREF(text);
+  return out;
+}
+
 }  // namespace
 
 PythonEntry::PythonEntry() : entered_(enter()), state_(PyGILState_UNLOCKED) {
@@ -118,13 +128,9 @@ PyObject* take_exception() {
 }
 
 std::string describe_exception(PyObject* exception) {
-  std::string out = Py_TYPE(exception)->tp_name;
-  PyObject* const text = PyObject_Str(exception);
-  Py_ssize_t size = 0;
-  const char* utf8 = text == nullptr ? nullptr : PyUnicode_AsUTF8AndSize(text, &size);
-  if (utf8 == nullptr) PyErr_Clear();
-  if (utf8 != nullptr && size > 0) out.append(": ").append(utf8, static_cast<std::size_t>(size));
-  Py_XDECREF(text);
+  std::string out = take_text(PyType_GetName(Py_TYPE(exception)));
+  const std::string message = take_text(PyObject_Str(exception));
+  if (!message.empty()) out.append(": ").append(message);
   return out;
 }
 

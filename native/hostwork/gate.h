@@ -29,6 +29,18 @@ class PythonEntry {
   PyGILState_STATE state_;
 };
 
+// Whether the calling thread holds the GIL. Python's stable ABI, which has no PyGILState_Check(),
+// begins with Python 3.12 here; there, the dictionary of the current thread state exists exactly if
+// the thread holds the GIL.
+inline bool holds_gil() {
+  if (Py_IsInitialized() == 0) return false;
+#ifdef Py_LIMITED_API
+  return PyThreadState_GetDict() != nullptr;
+#else
+  return PyGILState_Check() != 0;
+#endif
+}
+
 // Lets the calling thread sleep until the process ends. Called when the exiting interpreter makes
 // the thread exit, because the thread was still in Python after the time limit of close_gate().
 // Such an exit must not unwind through scope guards or into the driver.

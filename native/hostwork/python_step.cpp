@@ -15,7 +15,7 @@ namespace {
 // another value. Up to kMaxStackArguments arguments are passed without an allocation.
 PyObject* call(PyObject* callable, PyObject* arguments, PyObject* payload) {
   constexpr std::size_t kMaxStackArguments = 14;
-  const auto count = static_cast<std::size_t>(PyTuple_GET_SIZE(arguments));
+  const auto count = static_cast<std::size_t>(PyTuple_Size(arguments));
   PyObject* on_stack[kMaxStackArguments + 2];
   std::vector<PyObject*> on_heap(count > kMaxStackArguments ? count + 2 : 0);
   // The first entry is reserved for the self of a bound method (PY_VECTORCALL_ARGUMENTS_OFFSET).
@@ -24,7 +24,7 @@ PyObject* call(PyObject* callable, PyObject* arguments, PyObject* payload) {
   Py_XINCREF(payload);
   if (payload != nullptr) all[passed++] = payload;
   for (std::size_t i = 0; i < count; ++i) {
-    all[passed++] = PyTuple_GET_ITEM(arguments, static_cast<Py_ssize_t>(i));
+    all[passed++] = PyTuple_GetItem(arguments, static_cast<Py_ssize_t>(i));
   }
   PyObject* result =
       PyObject_Vectorcall(callable, all, passed | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);

@@ -19,6 +19,7 @@ from packaging.version import Version
 
 import graft.tools
 from graft.grammar.backends.xgrammar import RELEASES
+from graft.native import _native
 from graft.native.softcuda import prebuild
 from graft.tools.demo_model import DRAFTERS
 
@@ -95,6 +96,11 @@ def test_graft_is_a_namespace_of_packages():
     assert mapping == {f"graft/{package}": package for package in PACKAGES}
     assert all((ROOT / package / "__init__.py").is_file() for package in PACKAGES)
     assert getattr(graft, "__file__", None) is None
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="the stable ABI is used from Python 3.12 on")
+def test_native_module_uses_the_stable_abi():
+    assert Path(_native.__file__).name == "_native.abi3.so"
 
 
 def test_installed_graft_is_this_working_tree():
