@@ -199,6 +199,8 @@ def check_launch(kernel: Kernel, grid: Dims, block: Dims, shared: int) -> tuple[
     A dimension that is not a positive int or exceeds CUDA's limit, too many threads, or negative
     ``shared`` raises KernelError.
     """
+    if not isinstance(kernel, Kernel):
+        raise KernelError(f"a launch needs a kernel of a KernelModule, not {kernel!r}")
     grid = _triple(kernel, "grid", grid, MAX_GRID)
     block = _triple(kernel, "block", block, MAX_BLOCK)
     threads = block[0] * block[1] * block[2]

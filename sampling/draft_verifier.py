@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -181,6 +182,8 @@ class DraftVerifier:
         OptionError
             An array that the mode needs is missing.
         """
+        if not hasattr(lane, "kernel"):
+            raise OptionError(f"add() needs a lane, such as StreamLane(stream), not {lane!r}")
         batch, num_drafts, vocab_size = self.batch, self.drafts, self.vocab_size
         given = (logits, drafts, q, seeds, positions)
         logits, drafts, q, seeds, positions = (
@@ -279,6 +282,11 @@ def verify_drafts(
         raise ShapeError(f"logits is {list(logits.shape)}, expected float32[B, K + 1, V]")
     batch, width, vocab_size = logits.shape
     if width == 1:
+        if drafts is not None and math.prod(np.shape(drafts)) > 0:
+            raise ShapeError(
+                f"drafts is {list(np.shape(drafts))}, but logits has one row for each sequence, "
+                "so there is no draft to verify: pass None, or logits [B, K + 1, V]"
+            )
         drafts = q = None
     verifier = DraftVerifier(
         device,
@@ -311,12 +319,25 @@ def _to_device(device: Device, lane: StreamLane, name: str, array: Any) -> Devic
     if isinstance(array, DeviceArray):
         return array
     found = read_foreign(array, name, lane.handle)
-    if found is None or isinstance(array, np.ndarray):
-        return device.from_host(np.asarray(array))
+    if found is None:
+        return device.from_host(_from_lists(name, array))
+    if isinstance(array, np.ndarray):
+        return device.from_host(array)
     found.check_contiguous(name)
     copy = device.empty(found.shape, found.dtype)
     lane.copy(copy, array)
     return copy
+
+
+def _from_lists(name: str, lists: Any) -> np.ndarray:
+    """Return nested lists as an array; numbers with a fraction become float32."""
+    try:
+        array = np.asarray(lists)
+    except ValueError:
+        raise ShapeError(
+            f"{name} has rows of different lengths; fill the rows of drafts up with -1"
+        ) from None
+    return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
 def _describe(b: int, fault: Any, vocab_size: int) -> str:

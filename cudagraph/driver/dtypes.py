@@ -66,7 +66,11 @@ def dtype_name(dtype: DTypeLike) -> str:
     except TypeError:
         found = None
     if found is None or found.name not in DTYPES or not found.isnative:
-        raise ShapeError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}") from None
+        given = str(dtype) if isinstance(dtype, np.dtype) else dtype
+        allowed = f"one of {', '.join(DTYPES)}"
+        if found is not None and found.name in DTYPES:
+            allowed = "in native byte order"
+        raise ShapeError(f"dtype {given!r} is not {allowed}")
     return found.name
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,7 +109,10 @@ def read_foreign(array: Any, user: str, stream: int | None = None) -> ForeignArr
         return _from_numpy(array, user)
     if hasattr(type(array), "__dlpack__") and hasattr(type(array), "__dlpack_device__"):
         return _from_dlpack(array, user, stream)
-    interface = getattr(array, "__cuda_array_interface__", None)
+    try:
+        interface = getattr(array, "__cuda_array_interface__", None)
+    except Exception as error:  # such as that of a tensor that requires gradients
+        raise ShapeError(f"{user}: {_unreadable(array)}: {error}") from error
     if interface is not None:
         return _from_interface(array, interface, user, stream)
     if not hasattr(array, "__array_interface__"):
@@ -145,7 +149,10 @@ def _on_host(
 
 
 def _from_dlpack(array: Any, user: str, stream: int | None) -> ForeignArray:
-    device, _ = array.__dlpack_device__()
+    try:
+        device, _ = array.__dlpack_device__()
+    except Exception as error:
+        raise ShapeError(f"{user}: {_not_exported(array)}: {error}") from error
     on_device = device in (dlpack.CUDA, dlpack.CUDA_MANAGED)
     waiting = None
     if not on_device:
@@ -157,8 +164,10 @@ def _from_dlpack(array: Any, user: str, stream: int | None) -> ForeignArray:
         stream = waiting.handle
     try:
         found = dlpack.request(array, stream)
-    except (BufferError, RuntimeError) as error:
-        raise ShapeError(f"{user}: {type(array).__name__} cannot be exported: {error}") from error
+    except ShapeError:
+        raise
+    except Exception as error:  # of the exporter
+        raise ShapeError(f"{user}: {_not_exported(array)}: {error}") from error
     if waiting is not None:
         wait_streams([waiting.handle], None, "the stream of an array")
     strides = _strides(found.shape, found.strides, found.dtype)
@@ -178,12 +187,31 @@ def _from_dlpack(array: Any, user: str, stream: int | None) -> ForeignArray:
 
 
 def _from_interface(array: Any, interface: Any, user: str, stream: int | None) -> ForeignArray:
-    address, read_only = interface["data"]
-    shape = tuple(interface["shape"])
-    dtype = _dtype_of(interface["typestr"], user)
+    try:
+        address, read_only = interface["data"]
+        address = operator.index(address or 0)
+        shape = tuple(interface["shape"])
+        typestr = interface["typestr"]
+        strides = interface.get("strides")
+        if strides is not None:
+            strides = tuple(map(operator.index, strides))
+        producer = interface.get("stream")
+        if producer is not None:
+            producer = operator.index(producer)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ShapeError(
+            f"{user}: {_unreadable(array)}: {type(error).__name__}: {error}"
+        ) from error
+    if not 0 <= address < 1 << 64:
+        raise ShapeError(f"{user}: {_unreadable(array)}: the address is {address:#x}")
+    if strides is not None and len(strides) != len(shape):
+        raise ShapeError(
+            f"{user}: {_unreadable(array)}: shape {shape} has {len(shape)} axes, strides {strides} "
+            f"have {len(strides)}"
+        )
+    dtype = _dtype_of(typestr, user)
     if interface.get("mask") is not None:
         raise ShapeError(f"{user} takes no masked array")
-    producer = interface.get("stream")
     if producer is not None:
         if producer == 0:
             raise ShapeError(f"{user}: stream 0 is not allowed in __cuda_array_interface__")
@@ -191,10 +219,18 @@ def _from_interface(array: Any, interface: Any, user: str, stream: int | None) -
             wait_streams([producer], None, "the stream of an array")
         elif producer != (stream or 1):
             _order(producer, stream)
-    address = _device_address(address or 0, shape, user, array)
-    strides = _strides(shape, interface.get("strides"), dtype)
+    address = _device_address(address, shape, user, array)
+    strides = _strides(shape, strides, dtype)
     memory = ForeignMemory(address, array)
     return ForeignArray(False, address, address, shape, strides, dtype, not read_only, memory)
+
+
+def _unreadable(array: object) -> str:
+    return f"the __cuda_array_interface__ of {type(array).__name__} cannot be read"
+
+
+def _not_exported(array: object) -> str:
+    return f"{type(array).__name__} cannot be exported with DLPack"
 
 
 def _dtype_of(dtype: DTypeLike, user: str) -> str:

@@ -27,7 +27,7 @@ from graft.cudagraph.errors import DeviceError, ShapeError
 from graft.native import _native
 
 _NO_ARRAY = (
-    "must be a DeviceArray, a PinnedArray, or an array of another library with __dlpack__, "
+    "needs a DeviceArray, a PinnedArray, or an array of another library with __dlpack__, "
     "__cuda_array_interface__, __array_interface__ or the buffer protocol, not {}"
 )
 CLOSE_LIMIT_S = 10.0
@@ -58,7 +58,12 @@ def check_shape(shape: int | tuple[int, ...], subject: str) -> tuple[int, ...]:
 
     An invalid size raises ShapeError; `subject` names the array or function in the message.
     """
-    dims = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+    try:
+        dims = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+    except TypeError:
+        raise ShapeError(
+            f"{subject}: shape must be a positive integer or a tuple of them, not {shape!r}"
+        ) from None
     for axis, size in enumerate(dims):
         if not isinstance(size, int | np.integer) or size < 1:
             raise ShapeError(

@@ -15,6 +15,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from graft.cudagraph.driver.context import Context
 from graft.cudagraph.driver.driver import call, cu
 from graft.cudagraph.driver.memory import OUT_OF_MEMORY
@@ -59,8 +61,12 @@ def condition(
     `default` is the value of the condition at the start of each replay. If it is None, the value is
     undefined until a kernel of the replay sets it, which must happen before the conditional node.
     """
-    if default is not None and not 0 <= default < CONDITION_LIMIT:
+    if default is not None and not (
+        isinstance(default, int | np.integer) and 0 <= default < CONDITION_LIMIT
+    ):
         raise OptionError(f"the default of condition {name!r} must be 0 to 2**32 - 1: {default!r}")
+    if not isinstance(graph, GraphBase):
+        raise OptionError(f"condition {name!r} needs a graph or the body of one, not {graph!r}")
     root = graph.root
     root.check_editable(f"condition {name!r}")
     context = call(cu.cuCtxGetCurrent)
@@ -112,9 +118,11 @@ def switch_(
 def _add_conditional(
     lane: GraphLane, kind: str, condition: Condition, body_names: list[str], name: str = ""
 ) -> list[GraphBody]:
+    name = name or body_names[0]
+    if not isinstance(lane, GraphLane):
+        raise OptionError(f"{kind} {name!r} needs a lane of a graph, not {lane!r}")
     graph = lane.graph
     root = graph.root
-    name = name or body_names[0]
     if not isinstance(condition, Condition):
         raise OptionError(f"{kind} {name!r} needs a condition made by condition()")
     if condition.graph_handle != root.handle:

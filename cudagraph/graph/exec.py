@@ -182,6 +182,8 @@ class GraphExec:
         was instantiated, or the one that :meth:`update` was last called with.
         """
         self._check_open()
+        if not isinstance(payload, Payload):
+            raise OptionError(f"set_payload() needs the Payload of a graph, not {payload!r}")
         if payload not in self._payloads:
             raise OptionError(f"payload {payload.name!r} does not belong to graph {self.name!r}")
         self._native.set_payload(payload.native, value, native_address(value))

@@ -429,6 +429,8 @@ class Graph(GraphBase):
     def __init__(
         self, context: Context, name: str = "graph", *, programmatic: bool = False
     ) -> None:
+        if not isinstance(context, Context):
+            raise OptionError(f"Graph() needs a device, see open_device(), not {context!r}")
         if programmatic:
             _check_programmatic(context, name)
         status = PinnedArray(context, (STATUS_WORDS,), "int32")

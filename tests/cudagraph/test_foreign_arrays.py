@@ -249,8 +249,8 @@ READ_ONLY.flags.writeable = False
 @pytest.mark.parametrize(
     ("words", "make"),
     [
-        ("wrap.. must be a DeviceArray.*not object", lambda d: object()),
-        ("wrap.. must be.*not int", lambda d: 3),
+        ("wrap.. needs a DeviceArray.*not object", lambda d: object()),
+        ("wrap.. needs.*not int", lambda d: 3),
         ("pageable host memory.*from_host", lambda d: np.zeros(3)),
         (
             "C-contiguous.*strides of .8,.",
@@ -259,7 +259,10 @@ READ_ONLY.flags.writeable = False
         ("C-contiguous", lambda d: d.pinned((4, 4), "int32").array[:, :2]),
         ("read-only", lambda d: ByInterface(x := d.zeros((4,), "int32"), data=(x.ptr, True))),
         ("'<c16' is not one of", lambda d: ByInterface(d.zeros((4,), "int32"), typestr="<c16")),
-        ("'>f4' is not one of", lambda d: ByInterface(d.zeros((4,), "int32"), typestr=">f4")),
+        (
+            "'>f4' is not in native byte order",
+            lambda d: ByInterface(d.zeros((4,), "int32"), typestr=">f4"),
+        ),
         (
             "dimension 0 of shape .0,.",
             lambda d: ByInterface(d.zeros(1, "int8"), shape=(0,), data=(0, False)),
@@ -492,3 +495,74 @@ def test_wrapped_array_can_be_closed(device: Device) -> None:
     assert watch() is None
     with pytest.raises(DeviceError, match="wrapped ByInterface is closed"):
         _ = view.ptr
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"data": None}, "cannot unpack"),
+        ({"data": 4096}, "cannot unpack"),
+        ({"data": ("a", False)}, "cannot be interpreted as an integer"),
+        ({"data": (-1, False)}, "the address is -0x1"),
+        ({"data": (1 << 65, False)}, "the address is 0x2"),
+        ({"shape": 4}, "not iterable"),
+        ({"strides": (4, 4)}, r"shape \(4,\) has 1 axes"),
+        ({"strides": 4}, "not iterable"),
+        ({"stream": "main"}, "cannot be interpreted as an integer"),
+        ({"typestr": ">f4"}, "'>f4' is not in native byte order"),
+    ],
+)
+def test_malformed_cuda_array_interface_raises_shape_error(
+    device: Device, changes: dict[str, Any], problem: str
+) -> None:
+    x = device.zeros((4,), "float32")
+    with pytest.raises(ShapeError, match=problem):
+        device.wrap(ByInterface(x, **changes))
+
+
+@pytest.mark.parametrize("key", ["data", "shape", "typestr"])
+def test_incomplete_cuda_array_interface_raises_shape_error(device: Device, key: str) -> None:
+    x = device.zeros((4,), "float32")
+
+    class Incomplete:
+        __cuda_array_interface__ = dict(x.__cuda_array_interface__)  # noqa: RUF012
+
+    del Incomplete.__cuda_array_interface__[key]
+    with pytest.raises(ShapeError, match=f"of Incomplete cannot be read: KeyError: '{key}'"):
+        device.wrap(Incomplete())
+
+
+def test_error_of_the_owner_of_an_array_becomes_shape_error(device: Device) -> None:
+    class Refusing:
+        @property
+        def __cuda_array_interface__(self) -> dict[str, Any]:
+            raise ValueError("requires gradients")
+
+    class Exporter:
+        def __init__(self, result: Any) -> None:
+            self.result = result
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (dlpack.CUDA, 0)
+
+        def __dlpack__(self, **_: Any) -> object:
+            if isinstance(self.result, Exception):
+                raise self.result
+            return self.result
+
+    with pytest.raises(ShapeError, match="Refusing cannot be read: requires gradients"):
+        device.wrap(Refusing())
+    for result in (ValueError("a view"), AssertionError("a view"), BufferError("a view")):
+        with pytest.raises(ShapeError, match="Exporter cannot be exported with DLPack: a view"):
+            device.wrap(Exporter(result))
+    with pytest.raises(ShapeError, match="returned no unused capsule, but None"):
+        device.wrap(Exporter(None))
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_dlpack_consumer_that_refuses_the_capsule_keeps_its_error(device: Device) -> None:
+    x = device.zeros((4,), "float32")
+    exported = len(dlpack._exported)
+    with pytest.raises((RuntimeError, BufferError), match=r"[Uu]nsupported device"):
+        np.from_dlpack(x)  # NumPy frees the capsule while its exception is raised
+    assert len(dlpack._exported) == exported

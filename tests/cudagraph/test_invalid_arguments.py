@@ -29,6 +29,7 @@ from graft.cudagraph import (
     StreamLane,
     condition,
     hostfunc,
+    if_,
     load_text,
     open_device,
     while_,
@@ -327,3 +328,31 @@ def test_invalid_argument_raises(
     with pytest.raises(error, match=words):
         attempt(objects)
     assert objects.graph.nodes == []
+
+
+def test_objects_of_another_kind_are_named(device: Device) -> None:
+    graph = Graph(device, "kinds")
+    lane = graph.lane("main")
+    stream = device.stream()
+    with pytest.raises(OptionError, match=r"see open_device\(\), not 'name'"):
+        Graph("name")  # type: ignore[arg-type]
+    with pytest.raises(KernelError, match="needs a kernel of a KernelModule, not 'add'"):
+        StreamLane(stream).kernel("add", 1, 1, [])  # type: ignore[arg-type]
+    with pytest.raises(KernelError, match="needs a kernel of a KernelModule, not 'add'"):
+        lane.kernel("add", 1, 1, [])  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="needs a graph or the body of one, not <GraphLane"):
+        condition(lane, 1)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"must be 0 to 2\*\*32 - 1: 'on'"):
+        condition(graph, "on")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="if 'if' needs a lane of a graph, not <"):
+        if_(StreamLane(stream), condition(graph, 1))  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match="a positive integer or a tuple of them, not None"):
+        device.zeros(None, "int32")  # type: ignore[arg-type]
+
+
+def test_set_payload_refuses_other_objects(device: Device) -> None:
+    graph = Graph(device, "payload")
+    graph.lane("main").host(lambda value: None, payload=graph.payload(1))
+    run = graph.instantiate()
+    with pytest.raises(OptionError, match="needs the Payload of a graph, not 'p'"):
+        run.set_payload("p", 1)  # type: ignore[arg-type]

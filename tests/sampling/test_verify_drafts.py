@@ -406,3 +406,29 @@ def test_invalid_logits_after_accepted_draft_are_refused(device):
     assert verify_drafts(logits, [[1, 1]], mode="greedy") == [[2]]  # row 1 is not needed
     with pytest.raises(OptionError, match=r"logits\[0, 1\] contains NaN"):
         verify_drafts(logits, [[2, 1]], mode="greedy")
+
+
+def test_verify_drafts_accepts_nested_lists() -> None:
+    logits = np.random.default_rng(1).normal(size=(2, 3, 5)).astype(np.float32)
+    drafts = [[1, 2], [3, -1]]
+    expected = verify_drafts(logits, np.array(drafts), mode="greedy")
+    assert verify_drafts(logits.tolist(), drafts, mode="greedy") == expected
+
+
+def test_verify_drafts_refuses_rows_of_different_lengths() -> None:
+    logits = np.zeros((2, 3, 5), np.float32)
+    with pytest.raises(ShapeError, match="drafts has rows of different lengths"):
+        verify_drafts(logits, [[1, 2], [3]], mode="greedy")
+
+
+def test_verify_drafts_refuses_drafts_without_logits_for_them() -> None:
+    logits = np.zeros((1, 1, 5), np.float32)
+    with pytest.raises(ShapeError, match=r"drafts is \[1, 2\], but logits has one row"):
+        verify_drafts(logits, [[1, 2]], mode="greedy")
+    assert verify_drafts(logits, np.zeros((1, 0), np.int32), mode="greedy") == [[0]]
+
+
+def test_draft_verifier_names_a_stream_that_is_given_as_lane(device) -> None:
+    verifier = DraftVerifier(device, batch=1, drafts=0, vocab_size=4, mode="greedy")
+    with pytest.raises(OptionError, match=r"needs a lane, such as StreamLane\(stream\)"):
+        verifier.add(device.stream(), device.zeros((1, 1, 4), "float32"))  # type: ignore[arg-type]
