@@ -213,7 +213,7 @@ def test_unavailable_child_processes_are_not_errors_of_the_grammar(monkeypatch):
         assert to_api_error(error).status == 503
 
 
-@pytest.mark.parametrize("calls, kills", [(60, 6), pytest.param(500, 50, marks=pytest.mark.full)])
+@pytest.mark.parametrize("calls, kills", [(30, 3), pytest.param(500, 50, marks=pytest.mark.full)])
 def test_killed_processes_do_not_fail_grammar_checks(calls, kills):
     """Processes are killed at random times, some of them while they check a grammar."""
     rng = random.Random(1)
@@ -236,7 +236,9 @@ def test_child_process_memory_limit():
     child.close()
 
 
-@pytest.mark.parametrize("outcome", ["value", "refused", "memory"])
+@pytest.mark.parametrize(
+    "outcome", ["value", pytest.param("refused", marks=pytest.mark.full), "memory"]
+)
 def test_child_process_that_keeps_memory_is_replaced(monkeypatch, outcome):
     """The memory of a large grammar is returned to the system, however the call ended."""
     monkeypatch.setattr(process_module, "_MAX_RESIDENT_BYTES", 1 << 27)
@@ -348,7 +350,7 @@ service.submit(GrammarSpec.json_object()).result(300)
 """
 
 
-@pytest.mark.parametrize("limit", [None, 16 << 30])
+@pytest.mark.parametrize("limit", [pytest.param(None, marks=pytest.mark.full), 16 << 30])
 def test_child_processes_end_with_python(limit):
     """No child process remains after Python has exited, even if the address space is limited."""
 

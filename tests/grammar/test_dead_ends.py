@@ -78,7 +78,7 @@ def test_grammar_dead_end_finishes_only_its_request(masking: str) -> None:
     assert counters["dead_ends"] >= 2
 
 
-@pytest.mark.parametrize("masking", ["auto", "probe"])
+@pytest.mark.parametrize("masking", ["auto", pytest.param("probe", marks=pytest.mark.full)])
 def test_grammar_outside_draft_vocabulary_is_decoded_without_drafts(masking: str) -> None:
     """If no candidate of the drafter is legal, the output is the same as without a drafter."""
     known = np.zeros(1 << 16, bool)
@@ -98,7 +98,7 @@ def test_grammar_outside_draft_vocabulary_is_decoded_without_drafts(masking: str
         assert not known[output.tokens[:-1]].any()
 
 
-@pytest.mark.parametrize("masking", ["auto", "probe"])
+@pytest.mark.parametrize("masking", [pytest.param("auto", marks=pytest.mark.full), "probe"])
 def test_drafts_end_before_token_outside_draft_vocabulary(masking: str) -> None:
     """Drafts end before a token that the draft vocabulary does not contain.
 

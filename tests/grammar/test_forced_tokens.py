@@ -93,7 +93,9 @@ def outputs(requests: list, **options: Any) -> tuple[list, Any, dict[str, int]]:
         return found, engine.stats, engine.counters()["grammar"]
 
 
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "coupled"])
+@pytest.mark.parametrize(
+    "sampled", [pytest.param(False, marks=pytest.mark.full), True], ids=["greedy", "coupled"]
+)
 def test_engine_forced_drafts_do_not_change_outputs(pytestconfig, sampled):
     """Outputs with forced drafts equal outputs without forced drafts.
 

@@ -20,7 +20,10 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["deepseek-128k", "cl100k-llama3-like"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("deepseek-128k", marks=pytest.mark.full), "cl100k-llama3-like"],
+)
 def real(request, shared_data: Path) -> tuple[tokenizers.Tokenizer, Vocabulary]:
     path = shared_data / "tokenizers" / f"{request.param}.json.gz"
     if not path.is_file():
