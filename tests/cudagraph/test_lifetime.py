@@ -306,7 +306,7 @@ print("leaving", flush=True)
 """
 
 
-@pytest.mark.parametrize("_", range(4))
+@pytest.mark.parametrize("_", [0, *(pytest.param(i, marks=pytest.mark.full) for i in range(1, 9))])
 def test_process_exits_cleanly_with_launching_daemon_threads(_: int) -> None:
     """The exit does not crash or hang while threads are in launch() or synchronize() (L11)."""
     done = run_program(THREADS)

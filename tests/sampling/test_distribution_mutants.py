@@ -107,8 +107,6 @@ MUTANTS = {
 #: Mutants of the short run. The others are similar or need many samples.
 SHORT = (
     "first failed test ends the chain in block verification",
-    "residual without the weight of the chain",
-    "wrong acceptance probability at the end of the chain",
     "residual includes the rejected draft",
     "bonus after a stop id",
 )

@@ -403,6 +403,7 @@ def small_sections():
     return list(gpu_first.DEFAULT_SECTIONS)
 
 
+@pytest.mark.full
 def test_run_writes_all_other_results_after_faults(tmp_path, monkeypatch, capfd, small_sections):
     """Each section has a fault: a missing function, a failing build, a hang, a lost device, ..."""
     out = whole_run(tmp_path, monkeypatch, ENVIRONMENT + MISSING_SYMBOL)

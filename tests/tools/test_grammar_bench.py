@@ -97,7 +97,11 @@ def test_grammar_bench_reports_times_and_statuses(folder, tmp_path, capsys):
     ("options", "statuses"),
     [
         ((), ["right", "right", "right", "refused", "refused", "untested", "narrowed"]),
-        (("--strict",), ["right"] * 3 + ["refused", "refused", "untested", "narrowed"]),
+        pytest.param(
+            ("--strict",),
+            ["right"] * 3 + ["refused", "refused", "untested", "narrowed"],
+            marks=pytest.mark.full,
+        ),
         (("--key-order", "any"), ["right"] * 3 + ["refused", "refused", "untested", "narrowed"]),
     ],
 )

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 #: Packages that need not be installed on a GPU machine, by the name under which they are imported.
 HIDDEN = ("jsonschema", "llguidance", "openai", "xgrammar", "tvm_ffi", "starlette", "cuda.core")
@@ -28,6 +30,7 @@ def run_pytest_without_packages(folder: Path, *arguments: object) -> subprocess.
     )
 
 
+@pytest.mark.full
 def test_all_tests_are_collected_without_optional_packages(tmp_path):
     done = run_pytest_without_packages(tmp_path, "--collect-only", "tests")
     assert done.returncode == 0, done.stdout[-3000:]
