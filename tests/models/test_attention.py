@@ -120,15 +120,20 @@ class Case:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "dtype", "run"),
     [
-        (4, 1, 64, "bfloat16", 4),
         (3, 3, 64, "float16", 16),
-        (6, 2, 64, "bfloat16", 5),
         (18, 1, 64, "bfloat16", 3),
         (16, 2, 128, "bfloat16", 2),
-        (5, 1, 128, "float16", 16),
         (4, 1, 64, "bfloat16", 64),
         (3, 3, 128, "float16", 64),
-        (18, 1, 64, "bfloat16", 64),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (4, 1, 64, "bfloat16", 4),
+                (6, 2, 64, "bfloat16", 5),
+                (5, 1, 128, "float16", 16),
+                (18, 1, 64, "bfloat16", 64),
+            )
+        ),
     ],
 )
 def test_split_attention_equals_causal_softmax(device, stream, heads, kv_heads, dim, dtype, run):
@@ -147,8 +152,18 @@ def test_split_attention_equals_causal_softmax(device, stream, heads, kv_heads, 
         np.testing.assert_allclose(got[r], wanted, atol=3e-5, err_msg=f"row {r}")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("dim", [64, 128, 96])
+@pytest.mark.parametrize(
+    ("dim", "dtype"),
+    [
+        (64, "bfloat16"),
+        (128, "float16"),
+        (96, "bfloat16"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in ((64, "float16"), (128, "bfloat16"), (96, "float16"))
+        ),
+    ],
+)
 def test_attention_output_of_16_bits_is_rounded_float_output(device, stream, dim, dtype):
     """A 16-bit output has the bits of the float32 output, rounded to nearest even.
 
@@ -298,7 +313,9 @@ def test_split_attention_is_row_invariant(device, stream, monkeypatch, heads):
 
 
 @pytest.mark.skipif(model_util.FORMS[0] != "thread" or "avx512bw" not in CPU, reason="no AVX-512")
-@pytest.mark.parametrize(("dim", "dtype"), [(64, "bfloat16"), (36, "float16")])
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [pytest.param(64, "bfloat16", marks=pytest.mark.full), (36, "float16")]
+)
 def test_thread_kernels_are_bit_identical_for_all_register_widths(
     device, stream, monkeypatch, dim, dtype
 ):

@@ -197,7 +197,9 @@ def forced_requests(**options):
     return [Request(prompt="x", grammar=grammar, seed=3, **options) for grammar in grammars]
 
 
-@pytest.mark.parametrize("composition, block", [("one", 1), ("two", 1), ("one", 64)])
+@pytest.mark.parametrize(
+    "composition, block", [pytest.param("one", 1, marks=pytest.mark.full), ("two", 1), ("one", 64)]
+)
 def test_device_automata_draft_forced_tokens(monkeypatch, composition, block):
     """Drafts, outputs and the number of accepted forced tokens equal those of the host."""
     monkeypatch.setattr("graft.grammar.automaton.device._CPU_BLOCK", block)

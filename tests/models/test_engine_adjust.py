@@ -179,7 +179,7 @@ def adjusted_outputs():
     [
         ({"draft_length": 1}, 1),
         ({"draft_length": 3, "draft_masking": "probe"}, 3),
-        ({"draft_length": 3, "draft_masking": "none"}, 3),
+        pytest.param({"draft_length": 3, "draft_masking": "none"}, 3, marks=pytest.mark.full),
         ({"draft_length": 6, "draft_tree": (2, 3)}, 3),
     ],
     ids=["chain", "probed chain", "unmasked chain", "tree"],

@@ -81,7 +81,11 @@ def set_nan(file, name):
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("options", [{}, {"draft_tree": (2, 2)}], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.full), {"draft_tree": (2, 2)}],
+    ids=["chain", "tree"],
+)
 def test_engine_reports_drafter_with_nan_logits(tmp_path, caplog, options):
     """The outputs equal those without a drafter, and one warning names the cause."""
     requests = [

@@ -34,7 +34,7 @@ MODES = (
     {"temperature": 1.0, "verify": "relaxed"},
 )
 ALL_OPTIONS = {**DRAFTER_OPTIONS, **MORE_TREE_OPTIONS}
-QUICK = ("eagle3", "eagle3, tree", "dflash, lattice probe")
+QUICK = ("eagle3, tree", "dflash, lattice probe")
 
 
 def closing_engine(**options):
@@ -217,7 +217,13 @@ def test_closing_off_allows_incomplete_outputs(engine):
     assert free.closing == "off"
 
 
-@pytest.mark.parametrize("mode", MODES[:2], ids=("greedy", "coupled"))
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(MODES[0], id="greedy", marks=pytest.mark.full),
+        pytest.param(MODES[1], id="coupled"),
+    ],
+)
 def test_closing_leaves_outputs_unchanged_that_fit(engine, mode):
     """Outputs that are complete without closing are the same with it."""
     requests = []

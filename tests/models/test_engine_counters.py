@@ -26,12 +26,7 @@ OPTIONS = {
     "automata in loops": {"device_automata": True, "generation": "graph"},
     "no speculation": {"speculation": False},
 }
-QUICK = [
-    ("rounds", 2**31 - 8),
-    ("rounds", 2**32 - 8),
-    ("loops", 2**31 + 1000),
-    ("automata in loops", 2**32 - 8),
-]
+QUICK = [("rounds", 2**32 - 8), ("loops", 2**31 + 1000), ("automata in loops", 2**32 - 8)]
 
 
 def continue_from(engine, number):

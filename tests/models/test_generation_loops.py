@@ -273,7 +273,7 @@ def test_counters_end_loop_before_they_wait_for_device(long_ring):
         drain(engine)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_waiting_request_joins_running_loop(overlap):
     """A request joins a loop whether or not rounds overlap."""
     with settled(loop_engine(max_batch_size=2, overlap=overlap)) as engine:
@@ -296,7 +296,7 @@ def test_waiting_request_gets_pages_of_request_that_ends_in_loop():
         assert finished == [short, waiting, long]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [pytest.param(True, marks=pytest.mark.full), False])
 def test_stats_count_each_round_of_loops_once(overlap):
     requests = [replace(LONG, seed=i, max_tokens=20 + 9 * i) for i in range(5)]
     with settled(loop_engine(max_batch_size=2, overlap=overlap)) as engine:

@@ -51,8 +51,20 @@ def test_llama_logits_equal_transformers(device, stream, case, form):
 ROPE_SCALING = model_util.FIXTURES / "rope_scaling"
 
 
-@pytest.mark.parametrize("form", model_util.FORMS)
-@pytest.mark.parametrize("case", json.loads((ROPE_SCALING / "cases.json").read_text()))
+def rope_cases():
+    """Return all cases in all forms. Forms after the first one read the same table of rotations.
+
+    Except for one case, they carry the mark full.
+    """
+    found = []
+    for number, case in enumerate(json.loads((ROPE_SCALING / "cases.json").read_text())):
+        for form in model_util.FORMS:
+            is_full = number > 0 and form != model_util.FORMS[0]
+            found.append(pytest.param(case, form, marks=pytest.mark.full if is_full else ()))
+    return found
+
+
+@pytest.mark.parametrize(("case", "form"), rope_cases())
 def test_rope_scaling_logits_and_greedy_tokens_equal_transformers(
     device, stream, tmp_path, case, form
 ):
@@ -147,7 +159,7 @@ def test_llama_kv_cache_dtype_bounds_error(device, stream, tmp_path):
 @pytest.mark.parametrize(
     ("architecture", "weights"),
     [
-        pytest.param(QWEN2, "checkpoint", id="qwen2"),
+        pytest.param(QWEN2, "checkpoint", id="qwen2", marks=pytest.mark.full),
         pytest.param(QWEN2, "fp8", id="qwen2-fp8"),
         pytest.param(SMOLLM3, "checkpoint", id="smollm3"),
         pytest.param(SMOLLM3, "fp8", id="smollm3-fp8", marks=pytest.mark.full),

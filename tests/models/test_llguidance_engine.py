@@ -45,7 +45,9 @@ def test_llguidance_native_matcher_equals_python_matcher():
             assert is_valid(request.grammar, output.text) is not False
 
 
-@pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("xgrammar", marks=pytest.mark.full), "llguidance"]
+)
 def test_grammar_starts_after_marker(backend):
     """Text before the marker is unconstrained, and text after it follows the grammar.
 
@@ -70,7 +72,9 @@ def test_grammar_starts_after_marker(backend):
     assert crossed >= 3
 
 
-@pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
+@pytest.mark.parametrize(
+    "backend", ["xgrammar", pytest.param("llguidance", marks=pytest.mark.full)]
+)
 def test_structural_tag_constrains_text_after_trigger(backend):
     """After the trigger text, the output continues as one of the tags.
 
@@ -104,8 +108,25 @@ class PythonBackend(ReferenceLLGuidance):
         return FailingMatcher(compiled, ending_ids(self, compiled, stop_ids))
 
 
-@pytest.mark.parametrize("transport", ["native", "mailbox", "spinkernel"])
-@pytest.mark.parametrize("threads, budget_us", [(1, None), (2, None), (2, 1e6)])
+@pytest.mark.parametrize(
+    "transport, threads, budget_us",
+    [
+        ("native", 1, None),
+        ("mailbox", 2, None),
+        ("spinkernel", 2, 1e6),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("native", 2, None),
+                ("native", 2, 1e6),
+                ("mailbox", 1, None),
+                ("mailbox", 2, 1e6),
+                ("spinkernel", 1, None),
+                ("spinkernel", 2, None),
+            )
+        ),
+    ],
+)
 def test_python_grammar_backend_serves_requests(transport, threads, budget_us):
     """Matchers in Python work with every transport, with several threads and with a time budget.
 

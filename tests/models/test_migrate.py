@@ -63,8 +63,8 @@ def generate_with_migration(first, second, requests):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"draft_length": 6, "draft_tree": (2, 3)},
+        pytest.param({}, marks=pytest.mark.full),
         pytest.param(
             {"drafter": DEMO / "dflash", "draft_masking": "probe"}, marks=pytest.mark.full
         ),

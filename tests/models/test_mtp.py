@@ -55,7 +55,7 @@ CASES = [
 ]
 #: Number of cases in the short run, for each of `model_util.FORMS`. A GPU has one form. On the soft
 #: device, the second form, the GPU kernels, is slow.
-NUM_SHORT = (5, 2)
+NUM_SHORT = (5, 1)
 
 
 @pytest.mark.parametrize(

@@ -156,12 +156,12 @@ def test_prefix_cache_evicts_least_recently_used_unused_pages(device):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"drafter": LOOKUP_CASCADE},
         {"drafter": UserDrafter.of(propose_repeat, deadline_s=30)},
         *(
             pytest.param(options, marks=pytest.mark.full)
             for options in (
+                {},
                 {"draft_length": 6, "draft_tree": (2, 3)},
                 {"speculation": False},
                 {"drafter": NGram},
@@ -198,7 +198,12 @@ def test_prefix_cache_does_not_change_outputs_or_drafts(options):
 
 
 @pytest.mark.parametrize(
-    "ending", [{"max_tokens": 11}, {"max_tokens": 40, "stop_ids": [257]}], ids=str
+    "ending",
+    [
+        pytest.param({"max_tokens": 11}, marks=pytest.mark.full),
+        {"max_tokens": 40, "stop_ids": [257]},
+    ],
+    ids=str,
 )
 def test_prefix_cache_excludes_pages_the_drafter_has_not_processed(ending):
     """Pages with tokens that the drafter has not processed are not cached.

@@ -306,10 +306,10 @@ def test_scheduler_admits_requests_that_fit_before_those_that_do_not():
     "options",
     [
         {},
-        {"speculation": False, "overlap": False},
         *full_only(DRAFTERS),
         *full_only(
             [
+                {"speculation": False, "overlap": False},
                 {"prefix_cache_bytes": 0},
                 {"draft_length": "auto"},
                 {"drafter": DFLASH, "draft_length": 6, "draft_tree": (2, 3)},
@@ -361,11 +361,11 @@ def test_scheduler_preempts_lowest_priority_when_pages_run_out(options):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"draft_length": 6, "draft_tree": (2, 3)},
         *(
             pytest.param(options, marks=pytest.mark.full)
             for options in (
+                {},
                 {"drafter": TARGET},
                 {"drafter": DFLASH},
                 {"drafter": DFLASH, **GROWN_TREE},
