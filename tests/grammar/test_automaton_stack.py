@@ -565,3 +565,40 @@ def test_distance_is_unknown_if_a_part_of_the_grammar_has_none():
     assert matcher.distance() == -1
     assert matcher.accept(1) and matcher.distance() == -1
     assert legal_ids(matcher_of(matcher.grammar), 2, words=1) == {1, 2}
+
+
+BEYOND_RULES = {
+    # Only the token "]." completes "[a].".
+    b"].": [(0, 0, union([text("x"), concat([call(1), text(".")])])), rule("[]", text("a"))],
+    # Only the token "]}" completes "{[a]}", although "]" is a token too.
+    b"]}": [(0, 0, union([text("x"), call(2)])), rule("[]", text("a")), rule("{}", call(1))],
+}
+
+
+@pytest.mark.parametrize("last", BEYOND_RULES)
+def test_budget_is_ignored_if_only_a_token_beyond_a_rule_completes_a_text(last):
+    """Rows with a budget far from its end have all tokens from which the text can be complete."""
+    tokens = [b"", b"x", b"[", b"a", last, b"{", *([b"]"] if last == b"]}" else [])]
+    matcher = matcher_of(load(compile_rules(BEYOND_RULES[last]), make_trie(tokens)))
+    assert legal_ids(matcher, 100, words=1) == legal_ids(matcher, words=1)
+    assert matcher.distance() == -1
+    opening = [5, 2] if last == b"]}" else [2]
+    matcher = matcher_of(matcher.grammar, [*opening, 3, 4, STOP])
+    assert matcher.is_terminated()
+
+
+def test_budget_is_ignored_if_the_search_for_distances_takes_too_long():
+    """No token has only the byte "!", so the search looks at all tokens of 3,000 states."""
+    generator = random.Random(1)
+    words = {bytes(generator.choices(b"abcdefgh", k=5)) for _ in range(10_000)}
+    tokens = [b"", b"x", b"a", b"b!", *sorted(words)]
+    letters = repeat(characters([(ord("a"), ord("h"))]), 0, 3000)
+    data = compile_rules([(0, 0, union([text("x"), concat([letters, text("!")])]))], 4000)
+    matcher = matcher_of(load(data, make_trie(tokens)))
+    words = -(-len(tokens) // 32)
+    for _ in range(740):
+        assert legal_ids(matcher, 10_000, words=words) == legal_ids(matcher, words=words)
+        for _ in range(4):
+            assert matcher.accept(2)
+    assert matcher.accept(3) and matcher.accept(STOP)
+    assert matcher.distance() in (-1, 0)

@@ -45,7 +45,7 @@ class Lists {
   std::vector<Item> items_;
 };
 
-// Maximum number of trie nodes that improve() visits, which takes about 100 ms.
+// Maximum number of trie nodes that improve() tests, which takes about 100 ms.
 constexpr int64_t kMaxVisits = 20'000'000;
 
 }  // namespace
@@ -79,8 +79,8 @@ class DistanceSearch {
       update_entries(state);
       if (distance == kFar) far_.push_back(state);
     }
-    if (!far_.empty()) improve();
-    out_.all_known_ = settled_.size() == out_.states_.size();
+    const bool found_all = far_.empty() || improve();
+    out_.all_known_ = found_all && settled_.size() == out_.states_.size();
   }
 
  private:
@@ -255,37 +255,47 @@ class DistanceSearch {
   }
 
   // Tries all legal tokens of the states for which step 2 found no distance, until no distance
-  // changes.
-  void improve() {
+  // changes. Returns whether every state and entry has a distance then from which tokens can
+  // complete the text. A distance may be missing if the search takes too long, or if the text can
+  // be completed only by a token that reads the end of the state's rule and the beginning of what
+  // follows, such as the token "}]" of a vocabulary without "}".
+  bool improve() {
     int64_t visits = 0;
     bool changed = true;
+    bool crosses = false;  // whether such a token is legal in a state without a distance
     StackNodes stack(64);
     const Walker walker{machine_, out_};
     while (changed) {
-      changed = false;
+      changed = crosses = false;
       for (const int32_t state : far_) {
         int32_t best = out_.states_[at(state)];
+        bool crosses_here = false;
         const auto on_node = [&](int32_t index, Position position) {
           if (trie_.node(index).token >= 0) {
             best = std::min(best, add_distances(1, out_.of_position(position, stack)));
           }
           return ++visits < kMaxVisits;
         };
-        const auto on_illegal = [](int32_t) {};
+        const auto on_illegal = [&](int32_t) { ++visits; };
         const auto on_below = [&](int32_t index, int16_t) {
+          ++visits;
           if (trie_.node(index).token >= 0) best = 1;
+          crosses_here = crosses_here || trie_.node(index).end > index + 1;
         };
         for (const TokenTrie::Part part : {TokenTrie::kText, TokenTrie::kOther}) {
           walker.visit(trie_, trie_.range(part), 0, {state, kEmptyStack}, &stack, on_node,
                        on_illegal, on_below);
         }
-        if (visits >= kMaxVisits) return;
+        if (visits >= kMaxVisits) return false;
+        crosses = crosses || (best == kFar && crosses_here);
         if (best == out_.states_[at(state)]) continue;
         out_.states_[at(state)] = best;
         for (const int32_t entry : entries_of_state_[state]) update_entry(entry);
         changed = true;
       }
     }
+    return !crosses &&
+           std::find(out_.entries_.begin(), out_.entries_.end(), kFar) == out_.entries_.end();
   }
 
   const Machine& machine_;
