@@ -74,23 +74,28 @@ class StringSet:
         return StringSet(max(self.low, other.low), min(bounds, default=None), tuple(patterns))
 
 
-@functools.lru_cache(1024)
 def matches_name(pattern: str, name: str) -> bool:
     """Return whether the pattern of a JSON schema matches a property name.
 
-    The pattern is compiled to an automaton, because Python's ``re`` takes exponential time for some
-    patterns. Raise `NoAutomaton` if the automaton is too large.
+    An automaton matches the name, because Python's ``re`` takes exponential time for some patterns.
+    Raise `NoAutomaton` if the automaton is too large.
     """
     if pattern == EVERY_NAME:
         return True
+    automaton = _name_automaton(pattern)
+    return automaton is not None and automaton.matches(name.encode("utf-8", "surrogatepass"))
+
+
+@functools.lru_cache(_MAX_CACHED)
+def _name_automaton(pattern: str) -> _native.guide.Pattern | None:
+    """Return the automaton of the pattern of a JSON schema; None if it matches no text."""
     found, _ = lower_search(pattern, characters, _CLASSES)
     try:
-        _native.guide.compile_automaton([(0, 0, both(text(name), found))], _MAX_STATES)
+        return _native.guide.Pattern(found, _MAX_STATES)
     except ValueError as error:
         if "allows no text" in str(error):
-            return False
+            return None
         raise NoAutomaton(f"pattern {pattern!r}: {error}") from None
-    return True
 
 
 class StringWriter:

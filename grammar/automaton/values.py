@@ -37,6 +37,8 @@ __all__ = [
 
 #: Maximum number of sets that reading a schema may create.
 MAX_SETS = 50_000
+#: Number of matches of property names against patterns that take as long as creating a set.
+_MATCHES_PER_SET = 5
 #: Maximum nesting of intersections, as in LLGuidance.
 _MAX_NESTING = 100
 
@@ -268,6 +270,8 @@ class SchemaReader:
         patterns = {
             name: read(part) for name, part in (assertions.get("patternProperties") or {}).items()
         }
+        required = dict.fromkeys(assertions.get("required") or ())
+        self._count_matches(len({*properties, *required}), len(patterns))
         for name in properties if patterns else ():
             for pattern, values in patterns.items():
                 if matches_name(pattern, name):
@@ -279,11 +283,20 @@ class SchemaReader:
                 properties,
                 patterns,
                 None if additional is None else read(additional),
-                dict.fromkeys(assertions.get("required") or ()),
+                required,
                 _count(assertions, "minProperties") or 0,
                 _count(assertions, "maxProperties"),
             )
         )
+
+    def _count_matches(self, num_names: int, num_patterns: int) -> None:
+        """Count the matches of property names against patterns as sets.
+
+        Raise `NoAutomaton` if they would take too long.
+        """
+        self._count += num_names * num_patterns // _MATCHES_PER_SET
+        if self._count > MAX_SETS:
+            raise NoAutomaton("the schema has too many property names and patterns")
 
     def intersect(self, one: Values, other: Values, nesting: int = 0) -> Values:
         """Return the values that are in both sets. Properties keep the order of `one`."""
@@ -340,6 +353,8 @@ class SchemaReader:
         )
 
     def _intersect_objects(self, one: Objects, other: Objects, nesting: int) -> Values:
+        num_names = len({*one.properties, *other.properties, *one.required, *other.required})
+        self._count_matches(num_names, len(one.patterns) + len(other.patterns))
         properties = {}
         for name, values in one.properties.items():
             properties[name] = self.intersect(values, other.values_of(name), nesting)

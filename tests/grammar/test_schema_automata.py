@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from mask_walks import STOP, VOCABULARY, compile_both, require_equal_walks, requ
 from graft.grammar import CompiledGrammar, GrammarError, GrammarSpec
 from graft.grammar.automaton.formats import FORMATS
 from graft.grammar.automaton.lower import compile_automaton, lower
-from graft.grammar.regular.regex import NoAutomaton
+from graft.grammar.automaton.schema import Rules, SchemaLowering
+from graft.grammar.automaton.strings import matches_name
+from graft.grammar.regular.regex import NoAutomaton, lower_search
 from graft.grammar.resolve import resolve_for_backend
 
 NULL = {"type": "null"}
@@ -390,6 +393,47 @@ def test_rules_grow_linearly_with_optional_properties():
         grammar = resolve_for_backend(GrammarSpec.json_schema(schema), "llguidance")
         sizes.append(sum(len(body) for _, _, body in lower(grammar)))
     assert sizes[1] < 2.1 * sizes[0]
+
+
+@pytest.mark.parametrize("is_intersection", [False, True])
+def test_patterns_are_read_once_for_all_property_names(
+    monkeypatch: pytest.MonkeyPatch, is_intersection: bool
+):
+    """The work grows with the number of patterns, and hardly with names times patterns."""
+    read = []
+
+    def count(pattern: str, *arguments: Any) -> Any:
+        read.append(pattern)
+        return lower_search(pattern, *arguments)
+
+    monkeypatch.setattr("graft.grammar.automaton.strings.lower_search", count)
+    patterns = {f"^once{index}_{is_intersection}": NULL for index in range(4)}
+    objects = [
+        {"type": "object", "properties": {f"name{index}": INTEGER for index in range(500)}},
+        {"type": "object", "patternProperties": patterns, "additionalProperties": False},
+    ]
+    schema = {"allOf": objects} if is_intersection else {**objects[0], **objects[1]}
+    lower(resolve_for_backend(GrammarSpec.json_schema(schema), "llguidance"))
+    assert set(read) == set(patterns)
+    assert len(read) <= 4 * len(patterns)
+
+
+def test_lower_refuses_too_many_property_names_and_patterns():
+    properties = {f"name{index}": INTEGER for index in range(3000)}
+    patterns = {f"^x{index}$": NULL for index in range(100)}
+    schema = {"type": "object", "properties": properties, "patternProperties": patterns}
+    with pytest.raises(NoAutomaton, match="too many property names and patterns"):
+        SchemaLowering(Rules(), "line").lower(schema)
+
+
+@pytest.mark.parametrize("name", ["", "a", "ab", "ba", "é", "a\nb", "\ud800", "\ud800a", "\0a"])
+@pytest.mark.parametrize("pattern", ["^a", "b$", "^(a|é)$", "[^a]", "^.$", "a{2}", "^[^a]*$"])
+def test_matches_name_agrees_with_python(pattern: str, name: str):
+    expected = re.search(pattern, name) is not None
+    if "\ud800" not in name:  # strings of an output contain no lone surrogates
+        assert matches_name(pattern, name) == expected
+    else:
+        assert not matches_name(pattern, name)
 
 
 def real_schemas(shared_data: Any, count: int) -> list[Any]:

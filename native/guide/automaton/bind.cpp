@@ -60,6 +60,24 @@ nb::bytes compile_automaton(const std::vector<RuleTuple>& tuples, int32_t max_st
   return nb::bytes(data.data(), data.size());
 }
 
+// Machine of one expression without calls, which tells whether the expression matches a text.
+class Pattern {
+ public:
+  Pattern(const std::vector<int32_t>& program, int32_t max_states)
+      : machine_(Machine::compile({Rule{0, 0, program}}, max_states)) {}
+
+  bool matches(const nb::bytes& text) const {
+    int32_t state = 0;
+    for (size_t i = 0; i < text.size() && state >= 0; ++i) {
+      state = machine_.next(state, static_cast<uint8_t>(text.c_str()[i]));
+    }
+    return state >= 0 && machine_.accepting(state);
+  }
+
+ private:
+  Machine machine_;
+};
+
 }  // namespace
 
 void bind_automaton(nb::module_& guide) {
@@ -78,6 +96,10 @@ void bind_automaton(nb::module_& guide) {
       .def(nb::init<int64_t>(), nb::arg("bytes"))
       .def_prop_ro("bytes_in_use", &RowMemory::bytes_in_use);
   guide.def("compile_automaton", &compile_automaton, nb::arg("rules"), nb::arg("max_states"));
+  nb::class_<Pattern>(guide, "Pattern")
+      .def(nb::init<const std::vector<int32_t>&, int32_t>(), nb::arg("program"),
+           nb::arg("max_states"), Release())
+      .def("matches", &Pattern::matches, nb::arg("text"));
   nb::class_<AutomatonGrammar>(guide, "AutomatonGrammar")
       .def(
           "__init__",
