@@ -508,15 +508,13 @@ def _has_json_brackets(arrays: Mapping[str, NDArray]) -> bool:
     `arrays` are those of ``AutomatonGrammar.table()``.
     """
     classes, following, actions = arrays["classes"], arrays["next"], arrays["actions"]
-    for byte_class in np.unique(classes):
-        found = np.unique(-2 - following[:, byte_class])
-        entries = actions[found[found >= 0], 0]
-        of_class = set(np.flatnonzero(classes == byte_class).tolist())
-        if (entries >= 0).any() and not of_class <= set(_OPENING_BYTES):
-            return False
-        if (entries < 0).any() and not of_class <= set(_CLOSING_BYTES):
-            return False
-    return True
+    states, byte_classes = np.nonzero(following < -1)
+    entries = actions[-2 - following[states, byte_classes], 0]
+    pushing = np.isin(classes, byte_classes[entries >= 0])
+    popping = np.isin(classes, byte_classes[entries < 0])
+    return {*np.flatnonzero(pushing)} <= {*_OPENING_BYTES} and (
+        {*np.flatnonzero(popping)} <= {*_CLOSING_BYTES}
+    )
 
 
 def table_data(arrays: Mapping[str, NDArray], most_pushes: int) -> NDArray[np.uint8]:
