@@ -82,7 +82,10 @@ def texts_of_keys(value: Any, keys: Collection[str]) -> Iterator[str]:
 
 def escape(name: object) -> str:
     """Return a name in the escaped form that JSON pointers use."""
-    return str(name).replace("~", "~0").replace("/", "~1")
+    text = str(name)
+    if "~" in text or "/" in text:
+        return text.replace("~", "~0").replace("/", "~1")
+    return text
 
 
 #: Keywords whose value is an object with a schema per key.
@@ -109,18 +112,18 @@ def subschemas(schema: Any, at: str = "#") -> list[tuple[str, SchemaObject]]:
             continue
         found.append((pointer, part))
         for keyword, value in part.items():
-            if keyword in MAPS:
-                if isinstance(value, dict):
+            # Most values are neither, so the type is checked first.
+            if isinstance(value, dict):
+                if keyword in MAPS:
                     base = f"{pointer}/{keyword}"
                     for name, inner in reversed(value.items()):
                         pending.append((f"{base}/{escape(name)}", inner))
-            elif keyword in _SCHEMA_KEYWORDS:
+                elif keyword in _SCHEMA_KEYWORDS:
+                    pending.append((f"{pointer}/{keyword}", value))
+            elif isinstance(value, list) and keyword in _SCHEMA_KEYWORDS:
                 base = f"{pointer}/{keyword}"
-                if isinstance(value, list):
-                    for i in reversed(range(len(value))):
-                        pending.append((f"{base}/{i}", value[i]))
-                else:
-                    pending.append((base, value))
+                for i in reversed(range(len(value))):
+                    pending.append((f"{base}/{i}", value[i]))
     return found
 
 
@@ -131,9 +134,12 @@ _COMBINING = word_set(
 )
 
 
-def can_combine(root: Any) -> bool:
-    """Return whether several subschemas of a document may apply to the same value."""
-    return any(_COMBINING & part.keys() for _, part in subschemas(root))
+def can_combine(parts: list[tuple[str, SchemaObject]]) -> bool:
+    """Return whether several subschemas of a document may apply to the same value.
+
+    `parts` are all subschemas of the document; see `subschemas`.
+    """
+    return not all(_COMBINING.isdisjoint(part) for _, part in parts)
 
 
 def common_types(one: JsonTypes, other: JsonTypes) -> JsonTypes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 from urllib.parse import unquote
 
@@ -32,7 +33,10 @@ class References:
         self._root = root
         base = root.get("$id", root.get("id")) if isinstance(root, dict) else None
         self._base = base.rstrip("#") if isinstance(base, str) else ""
-        self.nested = _has_nested_id(root)
+
+    @functools.cached_property
+    def nested(self) -> bool:
+        return _has_nested_id(self._root)
 
     def pointer(self, reference: Any) -> str | None:
         """Return the JSON pointer of a local reference, such as ``#/$defs/name``.
@@ -119,11 +123,12 @@ def _has_nested_id(root: Any) -> bool:
     pending = list(root.values()) if isinstance(root, dict) else []
     while pending:
         part = pending.pop()
-        if isinstance(part, list):
-            pending += part
-        elif isinstance(part, dict):
+        if isinstance(part, dict):
             for key in ("$id", "id"):
                 if isinstance(part.get(key), str) and not part[key].startswith("#"):
                     return True
-            pending += part.values()
+            part = part.values()
+        elif not isinstance(part, list):
+            continue
+        pending += [inner for inner in part if isinstance(inner, (dict, list))]
     return False

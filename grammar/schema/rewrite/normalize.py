@@ -64,15 +64,17 @@ def normalize(
     replaced with ``false``.
     """
     root = _without_ignored(root, draft, is_map=False)
-    if not References(root).nested:
-        _resolve_names(root)
     references = References(root)
+    parts = subschemas(root)
+    if not references.nested:
+        _resolve_names(parts)
     if impossible:
         root = replace_references(root, impossible, references, False)
         if not isinstance(root, dict):
             return root
         references = References(root)
-    for _, part in subschemas(root):
+        parts = subschemas(root)
+    for _, part in parts:
         for keyword, replace_keyword in _UNEVALUATED.items():
             if keyword in part:
                 try:
@@ -123,13 +125,13 @@ def _without_ignored(part: Any, draft: int, is_map: bool) -> Any:
     return kept
 
 
-def _resolve_names(root: SchemaObject) -> None:
+def _resolve_names(parts: list[tuple[str, SchemaObject]]) -> None:
     """Convert references by name, and dynamic references with a single target, to JSON pointers.
 
-    The document is modified in place.
+    `parts` are all subschemas of the document. They are modified in place.
     """
-    pointers = _pointers_by_name(root)
-    for _, part in subschemas(root):
+    pointers = _pointers_by_name(parts)
+    for _, part in parts:
         part.pop("$dynamicAnchor", None)
         part.pop("$recursiveAnchor", None)
         for keyword in (*_DYNAMIC_REFERENCES, "$ref"):
@@ -144,10 +146,10 @@ def _resolve_names(root: SchemaObject) -> None:
                 part["$ref"] = found[0]
 
 
-def _pointers_by_name(root: SchemaObject) -> dict[str, list[str]]:
+def _pointers_by_name(parts: list[tuple[str, SchemaObject]]) -> dict[str, list[str]]:
     """Return the JSON pointers of the subschemas with an anchor, by the name of the anchor."""
     pointers: dict[str, list[str]] = {}
-    for pointer, part in subschemas(root):
+    for pointer, part in parts:
         for keyword in ("$anchor", "$dynamicAnchor"):
             if isinstance(part.get(keyword), str):
                 pointers.setdefault(part[keyword], []).append(pointer)

@@ -14,7 +14,7 @@ from decimal import Decimal, localcontext
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from graft.grammar.schema.documents import JsonTypes, SchemaObject, can_combine, subschemas
+from graft.grammar.schema.documents import JsonTypes, SchemaObject, can_combine
 from graft.grammar.schema.reasons import NoExactForm
 
 __all__ = ["BOUNDS", "Numbers", "Restricted", "has_many_digits"]
@@ -67,15 +67,14 @@ class Restricted(NamedTuple):
 
 
 class Numbers:
-    """Rewrites the numeric keywords of the subschemas of one document, `root`."""
+    """Rewrites the numeric keywords of the subschemas of one document, `parts`."""
 
-    def __init__(self, root: Any):
+    def __init__(self, parts: list[tuple[str, SchemaObject]]):
         self._has_integers = False
         #: Bounds of the current subschema and of those that LLGuidance may combine with it.
         self._bounds: set[Fraction] = set()
         self._multiples: list[Fraction] = []
-        parts = subschemas(root)
-        self._combines = can_combine(root)
+        self._combines = can_combine(parts)
         for _, part in parts:
             json_type = part.get("type")
             self._has_integers |= json_type == "integer" or (

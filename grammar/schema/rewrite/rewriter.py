@@ -126,10 +126,11 @@ class Rewriter:
         self.references = References(root)
         self.negation = Negation(self.references, draft)
         self.disjoint = Disjointness(root, self.references)
-        self._numbers = Numbers(root)
-        self._combines = can_combine(root)
+        parts = subschemas(root)
+        self._numbers = Numbers(parts)
+        self._combines = can_combine(parts)
         self._names: set[str] = set()  # names of properties in all subschemas
-        for _, part in subschemas(root):
+        for _, part in parts:
             self._names.update(part.get("properties", ()), required_of(part))
         self._definitions_keyword = "definitions" if draft <= 7 else "$defs"
         # Rewriting may move or remove the target of a reference if the target is not a definition.
