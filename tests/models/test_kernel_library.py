@@ -546,8 +546,14 @@ def make_kv(device, kv_heads, dim, dtype="float32") -> PagedKV:
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 1, 10), (2, 2, 64)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "dtype"),
+    [
+        pytest.param(*shape, dtype, marks=pytest.mark.full if i != j else ())
+        for i, shape in enumerate([(4, 2, 8), (3, 1, 10), (2, 2, 64)])
+        for j, dtype in enumerate(DTYPES)
+    ],
+)
 def test_rope_and_store_rotates_queries_and_writes_cache(
     kernels, lane, stream, dtype, heads, kv_heads, dim
 ):

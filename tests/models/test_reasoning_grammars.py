@@ -107,7 +107,7 @@ def test_preemption_does_not_change_outputs_with_optional_reasoning(model, expec
     assert stats.preemptions > 0
 
 
-@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.full), 5])
 def test_migration_does_not_change_outputs_with_optional_reasoning(model, expected, count):
     """Requests migrate before, during and after the reasoning section."""
     options: dict[str, Any] = {"max_batch_size": 16, "draft_length": 3, "max_length": 256}
