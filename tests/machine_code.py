@@ -61,22 +61,27 @@ MACRO_VALUES = {
     "SPLIT_X": ("0", "1"),
     "TILES": ("1", "2"),
     "ROW_BLOCK": ("32", "64", "128", "256"),
+    "OUTPUTS": ("128", "256"),
     "X16": ("0", "1"),
     "QUERY_TILES": ("1", "4"),
     "BIAS": ("0", "1"),
     "GATED": ("0", "1"),
     "ROPE_HEAD_DIM": ("0", "64", "128"),
 }
-#: Macros that set the number of activation rows per thread block of a product. Each of their values
-#: is also compiled in combination with the macros for inputs of 16 bits and for weights of 8 bits.
-ROW_MACROS = ("TILES", "ROW_BLOCK")
+#: Macros that set the size of the tiles of a product, and their values that are also compiled in
+#: combination with the macros for inputs of 16 bits and for weights of 8 bits.
+TILE_MACROS = {
+    "TILES": MACRO_VALUES["TILES"],
+    "ROW_BLOCK": MACRO_VALUES["ROW_BLOCK"],
+    "OUTPUTS": ("256",),
+}
 Macros: TypeAlias = tuple[tuple[str, str], ...]
 _X16 = ("X16", "1")
 _WEIGHT8: Macros = (("WEIGHT8", "1"),)
 _GATED: Macros = (("GATED", "1"), ("OUT", "bf16_t"), _X16)
 _BIAS: Macros = (("BIAS", "1"),)
 _ROPE: Macros = (("ROPE_HEAD_DIM", "128"), _X16)
-ROW_MACRO_COMBINATIONS = (
+TILE_MACRO_COMBINATIONS = (
     _WEIGHT8,
     _GATED,
     _GATED + _WEIGHT8,
@@ -173,8 +178,8 @@ def file_variants(path: Path) -> list[Variant]:
     """Return the variants of a kernel file.
 
     One variant has the default values of all macros. For each macro and each of its other values,
-    there is a variant that changes only this macro. A file that uses one of the `ROW_MACROS` also
-    has one variant per entry of `ROW_MACRO_COMBINATIONS`.
+    there is a variant that changes only this macro. A file that uses one of the `TILE_MACROS` also
+    has one variant per entry of `TILE_MACRO_COMBINATIONS`.
 
     Raise CompileError if `MACRO_VALUES` does not contain a macro of the file.
     """
@@ -185,19 +190,18 @@ def file_variants(path: Path) -> list[Variant]:
         for value in MACRO_VALUES[name]:
             if value != default:
                 variants.append(_variant(path, (), name, value))
-        if name in ROW_MACROS:
-            for macros in ROW_MACRO_COMBINATIONS:
-                for value in MACRO_VALUES[name]:
-                    variants.append(_variant(path, macros, name, value))
+        for value in TILE_MACROS.get(name, ()):
+            for macros in TILE_MACRO_COMBINATIONS:
+                variants.append(_variant(path, macros, name, value))
     return variants
 
 
 def _variant(path: Path, macros: Macros, name: str, value: str) -> Variant:
     """Return the variant with `macros`, macro `name` set to `value`, and macros that this requires.
 
-    Tiles of 256 rows require inputs of 16 bits.
+    Tiles of 256 rows or columns require inputs of 16 bits.
     """
-    if (name, value) == ("ROW_BLOCK", "256") and _X16 not in macros:
+    if name in ("ROW_BLOCK", "OUTPUTS") and value == "256" and _X16 not in macros:
         macros = (*macros, _X16)
     return Variant(path, (*macros, (name, value)))
 

@@ -17,13 +17,14 @@ from graft.models.cache.kv import PagedKV
 from graft.models.llm.kernels.library import ModelKernels
 from graft.models.llm.kernels.loader import SHARED_PERCENT
 from graft.models.llm.kernels.operands import KVWrite, Norm
-from graft.models.llm.kernels.tensor_cores import mma_shape
+from graft.models.llm.kernels.tensor_cores import TALL_SHARED, mma_shape
 from graft.models.llm.rope import Rope
 from graft.models.llm.weights import ScaledMatrix
 
 DTYPES = ("float32", "float16", "bfloat16")
 NO_SOFT_DEVICE = SimpleNamespace(kind="cuda", runs_gpu_code=True)
 CHOOSE_SPLITS = "graft.models.llm.kernels.tensor_cores._choose_splits"
+CHOOSE_COLUMNS = "graft.models.llm.kernels.tensor_cores._choose_columns"
 CHOOSE_BLOCK = "graft.models.llm.kernels.tensor_cores._choose_block"
 
 
@@ -134,32 +135,32 @@ def test_tensor_core_linear_is_row_invariant(
         check_rows(begin, end)
 
 
-def tall_products(kernels, lane, epilogue) -> list[np.ndarray]:
-    """Run products of 140 rows in bfloat16 with one of the epilogues and return their results."""
+def tile_products(kernels, lane, epilogue, count) -> list[np.ndarray]:
+    """Run products of `count` rows in bfloat16 with an epilogue and return their results."""
     device = kernels.device
     rng = np.random.default_rng(4)
     inner = {"norm": 1152, "gated": 128, "qkv": 384}[epilogue]
-    x = upload(device, normal(rng, 140, inner), "bfloat16")
+    x = upload(device, normal(rng, count, inner), "bfloat16")
     w = upload(device, normal(rng, 256 if epilogue == "qkv" else 144, inner), "bfloat16")
-    stream = upload(device, normal(rng, 140, w.shape[0]))
+    stream = upload(device, normal(rng, count, w.shape[0]))
     if epilogue == "gated":
-        out = device.zeros((140, 72), "bfloat16")
+        out = device.zeros((count, 72), "bfloat16")
         kernels.products.gated_linear(lane, x, w, out)
         return [download(lane.stream, out)]
     if epilogue == "qkv":
         kv = make_kv(device, 1, 64, "bfloat16")
         assert kv.allocate(1, 32)
         kv.set_table(lane, 1)
-        pos = [min(row, 40) for row in range(140)]  # positions after 31 are not allocated
-        rows = make_rows(device, [0] * 140, [1] * 140, pos)
+        pos = [min(row, 40) for row in range(count)]  # positions after 31 are not allocated
+        rows = make_rows(device, [0] * count, [1] * count, pos)
         rope_table = upload(device, Rope(theta=100.0).table(kv.positions, 64))
         kernels.attention.project_qkv(lane, x, w, stream, KVWrite(rope_table, rows, kv, 0, 2))
         return [download(lane.stream, stream), kv.k.to_host(), kv.v.to_host()]
     norm = Norm(
         upload(device, normal(rng, 144)),
         1e-5,
-        device.zeros((140, 144), "bfloat16"),
-        device.zeros((140, 9), "float32"),
+        device.zeros((count, 144), "bfloat16"),
+        device.zeros((count, 9), "float32"),
     )
     kernels.products.linear(lane, x, w, stream, residual=stream, norm=norm)
     assert norm.square_sums is not None
@@ -185,10 +186,27 @@ def test_tall_tiles_give_bits_of_other_tiles(device, lane, monkeypatch, epilogue
     results = []
     for block in (128, 256):
         monkeypatch.setattr(CHOOSE_BLOCK, lambda *_, block=block: block)
-        results.append(tall_products(kernels, lane, epilogue))
+        results.append(tile_products(kernels, lane, epilogue, 140))
     assert {("ROW_BLOCK", 128), ("ROW_BLOCK", 256)} <= {
         i for key in kernels.loader.loaded for i in key
     }
+    for expected, found in zip(*results, strict=True):
+        assert same_bits(found, expected) and found.any()
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "splits"),
+    [("gated", 1), *(pytest.param(name, 2, marks=pytest.mark.full) for name in ("norm", "qkv"))],
+)
+def test_wide_tiles_give_bits_of_other_tiles(device, lane, monkeypatch, epilogue, splits):
+    """Tiles of 256 columns give the bits of tiles of 128 columns."""
+    kernels = ModelKernels(device, "warp")
+    monkeypatch.setattr(CHOOSE_SPLITS, lambda *_: splits)
+    results = []
+    for outputs in (128, 256):
+        monkeypatch.setattr(CHOOSE_COLUMNS, lambda _, outputs=outputs: outputs)
+        results.append(tile_products(kernels, lane, epilogue, 61))
+    assert {("OUTPUTS", 128), ("OUTPUTS", 256)} <= {i for key in kernels.loader.loaded for i in key}
     for expected, found in zip(*results, strict=True):
         assert same_bits(found, expected) and found.any()
 
@@ -230,6 +248,16 @@ def test_mma_shape_chooses_tall_tiles_only_where_they_fit_and_save_time():
         (28672, 4096): (256, (1, 224, 1)),
         (4096, 14336): (256, (1, 32, 4)),
     }
+
+
+def test_mma_shape_chooses_wide_tiles_only_where_they_fit_and_save_time():
+    """An 8B Llama with 64 rows uses wide tiles for the matrices that take two waves or more."""
+    for columns, outputs in ((6144, 128), (4096, 128), (28672, 256), (128256, 256)):
+        shape = mma_shape(64, columns, allow_tall=True)
+        assert shape.defines == {"ROW_BLOCK": 64, "OUTPUTS": outputs}
+        assert shape.shared <= TALL_SHARED
+        assert mma_shape(64, columns).defines["OUTPUTS"] == 128
+        assert mma_shape(32, columns, allow_tall=True).defines["OUTPUTS"] == 128
 
 
 def test_linear_uses_no_tall_tiles_with_little_shared_memory(device, lane, monkeypatch):

@@ -83,14 +83,16 @@ class _Tile:
     batches: tuple[int, int] = (0, 0)
 
 
-#: Tiles by number of rows. Tiles of up to 16 rows belong to linear_few, the others to linear_many.
+#: Tiles by numbers of rows and columns. Tiles of up to 16 rows belong to linear_few, the others to
+#: linear_many.
 TILES = {
-    8: _Tile(163 / 16, 1, 1),
-    16: _Tile(283 / 32, 2, 2),
-    32: _Tile(230 / 16, 2, 2, (1, 2)),
-    64: _Tile(260 / 32, 4, 2, (1, 4)),
-    128: _Tile(385 / 64, 4, 4, (2, 8)),
-    256: _Tile(247 / 64, 8, 4, (4, 8)),
+    (8, 16): _Tile(163 / 16, 1, 1),
+    (16, 32): _Tile(283 / 32, 2, 2),
+    (32, 128): _Tile(230 / 16, 2, 2, (1, 2)),
+    (64, 128): _Tile(260 / 32, 4, 2, (1, 4)),
+    (64, 256): _Tile(414 / 64, 4, 4, (2, 8)),
+    (128, 128): _Tile(385 / 64, 4, 4, (2, 8)),
+    (256, 128): _Tile(247 / 64, 8, 4, (4, 8)),
 }
 
 
@@ -147,16 +149,18 @@ def product_shape(rows: int, columns: int, inner: int) -> MmaShape:
     return mma_shape(rows, columns, inner=inner, allow_tall=True)
 
 
-def tile_rows(shape: MmaShape) -> int:
-    """Return the number of rows of a tile."""
-    return shape.defines.get("ROW_BLOCK") or 8 * shape.defines["TILES"]
+def tile_size(shape: MmaShape) -> tuple[int, int]:
+    """Return the numbers of rows and columns of a tile."""
+    if shape.kernel == "linear_few":
+        return 8 * shape.defines["TILES"], 16 * shape.defines["TILES"]
+    return shape.defines["ROW_BLOCK"], shape.defines["OUTPUTS"]
 
 
 def product(name: str, rows: int, columns: int, inner: int, count: int = 1) -> Launch:
     """Return the work of the products of `rows` rows with a matrix."""
     shape = product_shape(rows, columns, inner)
-    block = tile_rows(shape)
-    tile = TILES[block]
+    block, outputs = tile_size(shape)
+    tile = TILES[block, outputs]
     weights, x = 2 * columns * inner, 2 * rows * inner
     blocks = math.prod(shape.grid)
     filled = blocks / (shape.waves * MULTIPROCESSORS * shape.blocks_per_multiprocessor)
@@ -168,13 +172,13 @@ def product(name: str, rows: int, columns: int, inner: int, count: int = 1) -> L
         l2 = weights + max(blocks // 2, min(blocks, MULTIPROCESSORS)) * x
     else:
         row_blocks, column_blocks, splits = shape.grid
-        l1_per_mma += 16 * (256 + 2 * block) / block  # copies to shared memory
+        l1_per_mma += 4096 * (block + outputs) / (block * outputs)  # copies to shared memory
         l2 = row_blocks * weights + column_blocks * x
         trips = tile.batches[splits > 1]
         if splits > 1:
             # The first block of a tile stores the total of its parts, the others store each part.
             # The last block loads all of them.
-            sums = (_PARTS - _PARTS // splits + 1) * block * 128 * 4
+            sums = (_PARTS - _PARTS // splits + 1) * block * outputs * 4
             l2 += 2 * sums * row_blocks * column_blocks
             tiles_each = ceil_div(row_blocks * column_blocks, MULTIPROCESSORS)
             latency += tiles_each * sums / (64 * CLOCK)
@@ -316,7 +320,8 @@ def launch_table() -> str:
             launch = product(name, count, *size)
             microseconds = f"{launch.seconds * 1e6:.1f}"
             grid = " x ".join(map(str, shape.grid))
-            rows.append((name, count, tile_rows(shape), grid, microseconds, launch.bound))
+            tile = " x ".join(map(str, tile_size(shape)))
+            rows.append((name, count, tile, grid, microseconds, launch.bound))
     return table(rows)
 
 

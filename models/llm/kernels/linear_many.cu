@@ -1,4 +1,4 @@
-// Tensor-core product for many rows. A block computes a tile of 128 output columns x ROW_BLOCK rows
+// Tensor-core product for many rows. A block computes a tile of OUTPUTS columns x ROW_BLOCK rows
 // of the mma operand B from a shared-memory pipeline. With split K (grid z > 1) a block computes
 // only some consecutive parts of the sums (linear_mma.cuh).
 //
@@ -7,9 +7,12 @@
 #ifndef ROW_BLOCK
 #define ROW_BLOCK 64
 #endif
+// Tiles of 256 columns halve the traffic of x through the L2 cache.
+#ifndef OUTPUTS
+#define OUTPUTS 128
+#endif
 #include "linear_mma.cuh"
 
-#define OUTPUTS 128
 // Tiles of 256 rows halve the traffic of the weights through the L2 cache. A thread accumulates 128
 // sums of such a tile in registers, one part (linear_mma.cuh) of each dot product at a time. No
 // registers are left for the totals over the completed parts, so these totals are in shared memory.
@@ -102,16 +105,17 @@ struct StageIterator {
   }
 };
 
-// Grid: (rows / ROW_BLOCK, columns / 128, splits). Blocks with consecutive blockIdx.x use the same
-// weights. They run at the same time, so the weights are read from global memory only once. With
-// SPLIT_X, a row of x takes two rows of the mma operand B, so a block has half as many rows of x.
+// Grid: (rows / ROW_BLOCK, columns / OUTPUTS, splits). Blocks with consecutive blockIdx.x use the
+// same weights. They run at the same time, so the weights are read from global memory only once.
+// With SPLIT_X, a row of x takes two rows of the mma operand B, so a block has half as many rows of
+// x.
 //
 // With split K, several blocks compute one tile. Each computes some of the PARTS partial sums of
 // every output of the tile. The block that computes the first partial sums adds its own ones in
-// order and writes the total to `partials` [tiles, PARTS, ROW_BLOCK, 128]. The other blocks write
-// each partial sum by itself, so that the last block of a tile to arrive can add them to the total
-// in order. `arrived` [tiles] counts the blocks that have arrived; it must be zero and is left
-// zero. linear_mma.cuh documents the other arguments.
+// order and writes the total to `partials` [tiles, PARTS, ROW_BLOCK, OUTPUTS]. The other blocks
+// write each partial sum by itself, so that the last block of a tile to arrive can add them to the
+// total in order. `arrived` [tiles] counts the blocks that have arrived; it must be zero and is
+// left zero. linear_mma.cuh documents the other arguments.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESSOR)
     linear_many(const Weight* weight, const float* weight_scale, const float* bias, const Input* x,
                 const float* residual, OUT* out, float* copy, int rows, int columns, int inner,

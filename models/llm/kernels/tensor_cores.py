@@ -23,6 +23,10 @@ _STAGED = {1: {32: 320, 64: 384, 128: 256}, 2: {32: 192, 64: 256, 128: 192}}
 # block, which some GPUs do not have. _TALL_STAGED is like _STAGED, for tall tiles.
 _TALL_TILE = 256
 _TALL_STAGED = 128
+# Tiles of _WIDE_ROWS rows have _WIDE_COLUMNS columns if that is faster. Such wide tiles are used
+# only on GPUs with enough shared memory for tall tiles.
+_WIDE_ROWS = 64
+_WIDE_COLUMNS = 256
 TALL_SHARED = 227 * 1024
 _FEW_ROWS = 16  # maximum rows for linear_few; more rows use linear_many
 #: Number of multiprocessors of an H100 or H200. The number of K splits is chosen for these GPUs.
@@ -76,8 +80,8 @@ def mma_shape(
     nbytes
         Bytes of a stored weight: 1 or 2.
     allow_tall
-        Whether tiles may have 256 rows, which requires 16-bit inputs and a GPU with about 225 KB of
-        shared memory per block.
+        Whether tiles may have 256 rows or 256 columns, which requires 16-bit inputs and a GPU with
+        about 225 KB of shared memory per block.
     """
     if rows <= _FEW_ROWS:
         # A block computes `tiles` tiles of rows and `tiles` tiles of columns. With more than eight
@@ -89,25 +93,38 @@ def mma_shape(
     block = next((size for size in staged if rows <= size), max(staged))
     if allow_tall and rows > block:
         block = _choose_block(rows, columns, inner)
-    across = ceil_div(columns, _TILE_COLUMNS)
+    outputs = _choose_columns(columns) if allow_tall and block == _WIDE_ROWS else _TILE_COLUMNS
+    across = ceil_div(columns, outputs)
     down = ceil_div(rows, block)
     splits = _choose_splits(across * down, block, inner)
     partials = 0
     if splits > 1:
-        partials = across * down * _MAX_SPLITS * block * _TILE_COLUMNS
-    stage_bytes = _TILE_COLUMNS * nbytes + block * 2
+        partials = across * down * _MAX_SPLITS * block * outputs
+    stage_bytes = outputs * nbytes + block * 2
     if block == _TALL_TILE:
-        shared = _TALL_STAGED * stage_bytes + 4 * block * _TILE_COLUMNS
+        shared = _TALL_STAGED * stage_bytes + 4 * block * outputs
     else:
         shared = staged[block] * stage_bytes
     return MmaShape(
         "linear_many",
-        {"ROW_BLOCK": block},
+        {"ROW_BLOCK": block, "OUTPUTS": outputs},
         (down, across, splits),
         shared,
         partials,
         _BLOCKS_PER_MULTIPROCESSOR[block],
     )
+
+
+def _choose_columns(columns: int) -> int:
+    """Return the number of columns per tile of 64 rows: more if that takes no additional time.
+
+    A wave of wide tiles computes twice as many columns, and reads half as many rows per column.
+    """
+    waves, wide_waves = (
+        ceil_div(ceil_div(columns, size), MULTIPROCESSORS)
+        for size in (_TILE_COLUMNS, _WIDE_COLUMNS)
+    )
+    return _WIDE_COLUMNS if 2 * wide_waves <= waves else _TILE_COLUMNS
 
 
 def _choose_block(rows: int, columns: int, inner: int) -> int:
