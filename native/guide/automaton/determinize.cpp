@@ -77,6 +77,7 @@ class Determinizer {
       throw std::domain_error("automaton: expression allows no text");
     }
     find_classes();
+    find_free_targets();
     marks_.assign(nfa_.states.size(), 0);
     known_.assign(nfa_.states.size(), Machine::kDead);
     entries_of_rule_.resize(nfa_.rules.size());
@@ -134,22 +135,42 @@ class Determinizer {
     out_.num_classes_ = index + 1;
   }
 
+  // Copies the edges without a byte that lead to live states to `free_targets_`, where the edges of
+  // a state are neighbours. close() follows each edge many times.
+  void find_free_targets() {
+    free_begins_.reserve(nfa_.states.size() + 1);
+    free_targets_.reserve(nfa_.free_edges.size());
+    for (const Nfa::State& state : nfa_.states) {
+      free_begins_.push_back(static_cast<int32_t>(free_targets_.size()));
+      for (int32_t e = state.free; e != Nfa::kNone; e = nfa_.free_edges[at(e)].next) {
+        const int32_t to = nfa_.free_edges[at(e)].to;
+        if (nfa_.states[at(to)].live) free_targets_.push_back(to);
+      }
+    }
+    free_begins_.push_back(static_cast<int32_t>(free_targets_.size()));
+  }
+
   // Stores in `set_`, sorted, the epsilon closure of `targets`: the states that can be reached from
   // them over edges without a byte.
   void close(const std::vector<int32_t>& targets) {
     ++mark_;
     set_.clear();
-    pending_ = targets;
+    const auto visit = [this](int32_t index) {
+      if (marks_[at(index)] == mark_) return;
+      marks_[at(index)] = mark_;
+      pending_.push_back(index);
+      work_.count(1);
+    };
+    for (const int32_t index : targets) {
+      if (nfa_.states[at(index)].live) visit(index);
+    }
     while (!pending_.empty()) {
       const int32_t index = pending_.back();
       pending_.pop_back();
       const Nfa::State& state = nfa_.states[at(index)];
-      if (!state.live || marks_[at(index)] == mark_) continue;
-      marks_[at(index)] = mark_;
-      work_.count(1);
       if (state.next != Nfa::kNone || state.ends != Nfa::kNone) set_.push_back(index);
-      for (int32_t e = state.free; e != Nfa::kNone; e = nfa_.free_edges[at(e)].next) {
-        pending_.push_back(nfa_.free_edges[at(e)].to);
+      for (int32_t e = free_begins_[at(index)]; e < free_begins_[at(index) + 1]; ++e) {
+        visit(free_targets_[at(e)]);
       }
     }
     std::sort(set_.begin(), set_.end());
@@ -331,6 +352,8 @@ class Determinizer {
   std::vector<std::vector<Machine::Return>> returns_;  // by entry
   std::vector<std::vector<int32_t>> entries_of_rule_;
   std::vector<std::vector<int32_t>> exits_of_rule_;  // exits by their first rule
+  std::vector<int32_t> free_begins_;   // by state of the Nfa: index of its first free target
+  std::vector<int32_t> free_targets_;  // see find_free_targets()
   std::vector<int16_t> known_;  // by state of the Nfa: result of state_of() for this state alone
 
   // Memory that is used again for each state of the machine.
