@@ -185,9 +185,9 @@ class DraftVerifier:
         if not hasattr(lane, "kernel"):
             raise OptionError(f"add() needs a lane, such as StreamLane(stream), not {lane!r}")
         batch, num_drafts, vocab_size = self.batch, self.drafts, self.vocab_size
-        given = (logits, drafts, q, seeds, positions)
+        given = {"logits": logits, "drafts": drafts, "q": q, "seeds": seeds, "positions": positions}
         logits, drafts, q, seeds, positions = (
-            None if array is None else self.device.wrap(array) for array in given
+            self._wrap(name, array) for name, array in given.items()
         )
         sizes = {"B": batch, "K+1": num_drafts + 1, "V": vocab_size}
         expect("logits", logits, "float32", **sizes)
@@ -228,6 +228,14 @@ class DraftVerifier:
         results = (arrays.results, arrays.row_words, arrays.row_status)
         args = [batch, num_drafts, *results, self.tokens, self._faults]
         lane.kernel(self._write, -(-batch // 128), 128, args, name="write tokens")
+
+    def _wrap(self, name: str, array: Any) -> Any:
+        if array is None:
+            return None
+        try:
+            return self.device.wrap(array)
+        except ShapeError as error:
+            raise ShapeError(f"{name}: {error}") from error
 
     def check(self) -> None:
         """Wait until the device is idle, then raise OptionError if an input was invalid.

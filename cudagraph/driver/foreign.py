@@ -75,7 +75,7 @@ class ForeignArray(NamedTuple):
                 rows *= size
             else:
                 raise ShapeError(
-                    f"{user} cannot copy an array of shape {self.shape} {self.dtype} with strides "
+                    f"{user} cannot be an array of shape {self.shape} {self.dtype} with strides "
                     f"of {self.strides} bytes: only contiguous arrays and parts of matrices; make "
                     "a contiguous copy first"
                 )

@@ -432,3 +432,10 @@ def test_draft_verifier_names_a_stream_that_is_given_as_lane(device) -> None:
     verifier = DraftVerifier(device, batch=1, drafts=0, vocab_size=4, mode="greedy")
     with pytest.raises(OptionError, match=r"needs a lane, such as StreamLane\(stream\)"):
         verifier.add(device.stream(), device.zeros((1, 1, 4), "float32"))  # type: ignore[arg-type]
+
+
+def test_draft_verifier_names_the_array_that_kernels_cannot_read(device) -> None:
+    verifier = DraftVerifier(device, batch=1, drafts=1, vocab_size=4, mode="greedy")
+    lane = StreamLane(device.stream())
+    with pytest.raises(ShapeError, match=r"^drafts: .*pageable host memory"):
+        verifier.add(lane, device.zeros((1, 2, 4), "float32"), np.zeros((1, 1), np.int32))
