@@ -88,7 +88,9 @@ def test_hand_built_round_on_ptx_prints_same_tokens():
 
 def test_demo_answers_on_ptx_equal_host_answers():
     host, found = (output_of(code, "-m", "graft.tools.cli", "demo") for code in ("host", "ptx"))
-    answers = [text.split("launches  rounds")[0] for text in (host, found)]
+    devices, texts = zip(*(text.split("\n", 1) for text in (host, found)), strict=True)
+    assert devices[1] == f"{devices[0]}, kernels run as PTX"
+    answers = [text.split("launches  rounds")[0] for text in texts]
     assert answers[0] == answers[1] and answers[1].count("correct answer") == 10
 
 

@@ -498,6 +498,23 @@ def test_make_tree_links_packages_and_removes_stale_links(project):
     assert (made / "native" / "_native.so").read_text() == "built"
 
 
+def test_make_test_ptx_runs_all_files_with_ptx_tests():
+    """No other target runs the tests marked ``ptx``."""
+    done = subprocess.run(
+        ["make", "-C", str(ROOT), "--dry-run", "test-ptx", "VENV=none", f"PYTHON={sys.executable}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    marked = {
+        str(path.relative_to(ROOT))
+        for path in ROOT.glob("tests/*/test_*.py")
+        if re.search(r"pytest\.mark\.ptx\b", path.read_text(encoding="utf-8"))
+    }
+    assert len(marked) > 15
+    assert marked - set(done.stdout.split()) == set()
+
+
 @pytest.mark.full
 def test_make_test_cuda_runs_without_installation():
     """With VENV=none, ``make test-cuda`` builds with CMake and runs the tests from build/tree."""

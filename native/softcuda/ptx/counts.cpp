@@ -272,7 +272,8 @@ void LaunchCounts::touch(const char* storage, unsigned bytes, bool write, bool i
     }
     const uint64_t in_word = at % 64, n = std::min(end - at, 64 - in_word);
     const uint64_t bits = n == 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
-    (write ? last_->stored : last_->loaded)[at / 64 % 64] |= bits << in_word;
+    auto& words = write ? last_->stored : last_->loaded;
+    words[at / 64 % 64] |= bits << in_word;
     at += n;
   }
 }

@@ -26,7 +26,8 @@ void AccessLog::add(const char* storage, unsigned bytes, bool write) {
   std::lock_guard<std::mutex> lock(mutex_);
   visit_words(storage, bytes, [&](uint64_t page, uint64_t word) {
     Page& at = pages_[page];
-    (write ? at.written : at.read)[word / 64] |= uint64_t{1} << word % 64;
+    auto& words = write ? at.written : at.read;
+    words[word / 64] |= uint64_t{1} << word % 64;
   });
 }
 
