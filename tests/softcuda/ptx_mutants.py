@@ -90,7 +90,7 @@ MUTANTS = [
            "scratch.columns[scratch.listed++] = i;", TARGET, "result", ""),
     Mutant("round_begin: drafts counted without atomics", "models/round/kernels/round.cu",
            "atomicAdd(&num_above[bit], own_above);", "num_above[bit] += own_above;", BEGIN,
-           "fault", ""),
+           "race", ""),
     Mutant("row: all threads write the cut's token", SAMPLING + "row.cuh",
            "  if (threadIdx.x == 0) {\n    u64 left = *need;", "  {\n    u64 left = *need;",
            TARGET, "race", ""),

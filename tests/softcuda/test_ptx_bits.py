@@ -23,6 +23,8 @@ MODELS = ("kernel_library", "attention", "fp8", "eagle3", "dflash", "mtp", "row_
 SAMPLING = ("target", "verify", "tree", "draft", "adjust", "mask_apply")
 FILES = [f"models/test_{name}.py" for name in MODELS]
 FILES += [f"sampling/test_{name}.py" for name in SAMPLING]
+# The other tests of this file draw thousands of samples.
+FILES += ["sampling/test_verify_drafts.py::test_draft_verifier_reads_arrays_in_place"]
 #: Kernels without a form for GPUs.
 CPU_ONLY = {"attention_thread", "linear_thread"}
 #: Kernels that these tests run in graphs only or not at all. Tests of engines run them.
