@@ -381,7 +381,7 @@ class _SpecialNameEscaper:
         return f"{self._marker}{self._names.index(match[0])}\ue001"
 
     def split(self, text: str) -> list[tuple[str, bool]]:
-        """Split rendered text at the markers, and replace each marker with the name it stands for.
+        """Split rendered text at the markers, and replace each marker with the name it encodes.
 
         Returns
         -------

@@ -26,7 +26,7 @@ _GROUP = f"{_HEX}{{1,4}}"
 def _ipv6() -> str:
     """Return the pattern of IPv6 addresses without an embedded IPv4 address.
 
-    ``::`` stands for omitted groups. The pattern limits the numbers of groups before and after it.
+    ``::`` replaces omitted groups. The pattern limits the numbers of groups before and after it.
     """
     options = [f"(?:{_GROUP}:){{7}}{_GROUP}"]
     options.append(f"::(?:{_GROUP}:){{0,5}}{_GROUP}:{_GROUP}")

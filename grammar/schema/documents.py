@@ -112,7 +112,7 @@ def subschemas(schema: Any, at: str = "#") -> list[tuple[str, SchemaObject]]:
             continue
         found.append((pointer, part))
         for keyword, value in part.items():
-            # Most values are neither, so the type is checked first.
+            # The type is checked first, because most values are neither objects nor lists.
             if isinstance(value, dict):
                 if keyword in MAPS:
                     base = f"{pointer}/{keyword}"

@@ -35,7 +35,7 @@ enum class Outcome { kNo = 0, kYes = 1, kFailed = -1 };
 // token from it. kFree: every token is legal, and the row was not written.
 enum class Filled { kMask, kNarrowed, kFree, kFailed };
 
-// kNoBudget is the budget of fill() if there is no limit. kUnknownDistance is the result of
+// kNoBudget is the budget of fill() without a limit. kUnknownDistance is the result of
 // distance() if the matcher does not know its distance or the call fails.
 constexpr int32_t kNoBudget = INT32_MAX;
 constexpr int32_t kUnknownDistance = -1;

@@ -118,7 +118,7 @@ def test_attention_output_of_16_bits_stores_half(tmp_path):
     ],
 )
 def test_roofline_counts_executed_work_of_attention(tmp_path, requests, rows, context, tolerance):
-    """The model's instructions, and its bytes through L1 and shared memory, are executed.
+    """The model counts the executed instructions, and the bytes through L1 and shared memory.
 
     A short context has a greater share of steps of single rows, which the model does not contain.
     """

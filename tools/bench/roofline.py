@@ -115,7 +115,8 @@ class _AttentionTile:
     fold_shared: int
 
 
-#: Work of attention by the number of query tiles that share keys and values.
+#: Work of attention by the number of query tiles that share keys and values. The values of `fold`
+#: are fitted: with them, the work of two launches equals the executed work within 5 %.
 ATTENTION_TILES = {
     1: _AttentionTile(681, 8192, 390, 14_300),
     4: _AttentionTile(535, 25_600, 840, 39_000),

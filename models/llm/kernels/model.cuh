@@ -25,7 +25,7 @@ __device__ __forceinline__ float exp_bounded(float x) {
   p = fmaf(p, r, 1.0f);
   p = fmaf(p, r, 1.0f);
   // p times 2^n. The power of two is a normal number, so the product is exact. If x is NaN, p is
-  // NaN and the power has any finite value. A plain product could be contracted with a later sum.
+  // NaN, and so is the result. A plain product could be contracted with a later sum.
   return fmaf(p, __uint_as_float((__float_as_uint(rounded) << 23) + 0x3f800000u), 0.0f);
 }
 

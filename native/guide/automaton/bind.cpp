@@ -60,7 +60,7 @@ nb::bytes compile_automaton(const std::vector<RuleTuple>& tuples, int32_t max_st
   return nb::bytes(data.data(), data.size());
 }
 
-// Machine of one expression without calls, which tells whether the expression matches a text.
+// Machine of one expression without calls. It decides whether the expression matches a text.
 class Pattern {
  public:
   Pattern(const std::vector<int32_t>& program, int32_t max_states)

@@ -15,7 +15,7 @@
 //   7                           the texts that match both of the last two expressions
 //   8                           the texts that match the first of these two, but not the second
 // Items of members follow each other in order. Item i occurs min_i to max_i times, and the
-// separator stands between every two neighbours.
+// separator separates neighbouring items.
 // The operands of the operations 7 and 8 must not contain operation 5.
 #pragma once
 

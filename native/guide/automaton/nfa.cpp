@@ -167,7 +167,7 @@ int32_t Nfa::emit_call(int32_t rule, int32_t from) {
 }
 
 // Adds the items of members one after the other. Before each item there are three states: `empty`
-// if there was no item yet; `ended` after an item with which the members may end; and `separated`
+// before any item is written; `ended` after an item with which the members may end; and `separated`
 // after a separator, which an item must follow. An optional item can be skipped in all three
 // states.
 int32_t Nfa::emit_members(const ExpressionTree& tree, const ExpressionTree::Node& node,

@@ -52,7 +52,7 @@ class AutomatonGrammar::Writer {
   }
 
   int32_t largest_distance() const { return largest_distance_; }
-  // Row of the trie with about the same tokens as the written row; null stands for a row without
+  // Row of the trie with about the same tokens as the written row; null if the row has no
   // tokens.
   const int32_t* start() const { return start_; }
   // Whether the limit has excluded a legal token.

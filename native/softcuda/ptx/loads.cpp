@@ -61,7 +61,7 @@ void HostLoads::forget(uint64_t word) {
 void HostLoads::acquire(uint32_t scope) {
   if ((scope & kSystemScope) != 0) {
     // After this operation, another block may synchronize with this one by an acquire operation of
-    // scope .gpu. The count tells that operation to clear its block's cache too.
+    // scope .gpu. That operation compares the count and clears its block's cache too.
     count_host_change();
     clear();
   } else if ((scope & kDeviceScope) != 0 && changes.load(std::memory_order_acquire) != changes_) {
