@@ -272,8 +272,9 @@ def test_slot_manager_predicts_which_requests_can_join(monkeypatch):
     for _ in range(40):
         tokens = [300 + rng.randrange(2)] * rng.choice([10, 30, 60])
         tokens += [310 + rng.randrange(30) for _ in range(rng.randrange(20))]
-        requests.append(Request(tokens=tokens, max_tokens=rng.choice([2, 30, 90]), seed=1))
-    with settled(demo_engine(max_batch_size=4, page_size=4, pages=70, max_length=200)) as engine:
+        length = rng.choice([2, 30, 90])
+        requests.append(Request(tokens=tokens, min_tokens=length, max_tokens=length, seed=1))
+    with settled(demo_engine(max_batch_size=4, page_size=4, pages=56, max_length=200)) as engine:
         outputs = engine.generate(requests)
         assert engine.stats.preemptions > 0
     assert {output.reason for output in outputs} <= {"stop", "length"}
