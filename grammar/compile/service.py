@@ -7,7 +7,7 @@ import queue
 import sys
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -39,6 +39,8 @@ from graft.native.errors import OptionError, short_repr
 __all__ = ["GrammarService"]
 
 _FAST_QUEUE_TIMEOUT_S = 1.0
+# Maximum number of grammars that the service remembers as slow.
+_MAX_SLOW_GRAMMARS = 4096
 # LLGuidance's recursion is as deep as the references of a schema, and a stack overflow would end
 # this process. A child process has compiled the grammar before, so its smaller stack is enough.
 _THREAD_STACK_BYTES = 2 * STACK_BYTES
@@ -57,12 +59,33 @@ class _Compilation(NamedTuple):
 
 
 class _CompileQueue:
-    """Queue of compilations, the threads that execute them, and the time limit per compilation."""
+    """Queue of compilations, the threads that execute them, and the time limit per compilation.
+
+    The queue refers weakly to the futures of its compilations. A future that no request waits for
+    is therefore deleted, and `get` skips its compilation.
+    """
 
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s
         self.threads: list[threading.Thread] = []
-        self.jobs: queue.SimpleQueue[_Compilation | None] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[tuple[Spec, weakref.ref[Future[CompiledGrammar]]] | None] = (
+            queue.SimpleQueue()
+        )
+
+    def put(self, job: _Compilation) -> None:
+        """Add a compilation."""
+        self.jobs.put((job.spec, weakref.ref(job.future)))
+
+    def get(self) -> _Compilation | None:
+        """Wait for the next compilation whose result is needed; None when the thread must end."""
+        while True:
+            job = self.jobs.get()
+            if job is None:
+                return None
+            spec, reference = job
+            future = reference()
+            if future is not None:
+                return _Compilation(spec, future)
 
     def end_threads(self) -> None:
         """Let the threads finish the queued jobs and end, and wait until they have ended."""
@@ -149,8 +172,9 @@ class GrammarService:
 
     The service has two queues, each with its own threads. Each compilation starts in the fast queue
     with a time limit of one second. If the compilation exceeds this limit, it is aborted and starts
-    again in the slow queue with the limit `timeout_s`. Slow grammars therefore delay only other
-    slow grammars. The limits refer to the time that the child process uses (see
+    again in the slow queue with the limit `timeout_s`. A later compilation of the same grammar
+    starts in the slow queue. Slow grammars therefore delay only other slow grammars. The limits
+    refer to the time that the child process uses (see
     `graft.native.children.usage`), so that the compilation of a fast grammar is not aborted because
     the machine is busy.
 
@@ -210,8 +234,13 @@ class GrammarService:
         self._shared = _get_shared_backends(vocabulary, choice, cache_bytes)
         self.backend = self._shared.default
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()  # guards the three fields below
-        self._pending: dict[Spec, Future[CompiledGrammar]] = {}
+        self._lock = threading.Lock()  # guards the four fields below
+        self._pending: weakref.WeakValueDictionary[Spec, Future[CompiledGrammar]] = (
+            weakref.WeakValueDictionary()
+        )
+        # Hashes of grammars that have exceeded the time limit of the fast queue. A fast grammar
+        # with the hash of a slow one only starts in the slow queue.
+        self._slow: deque[int] = deque(maxlen=_MAX_SLOW_GRAMMARS)
         self._counts: Counter[str] = Counter()
         self._closed = False
         self._fast_queue = _CompileQueue(min(_FAST_QUEUE_TIMEOUT_S, timeout_s))
@@ -229,11 +258,14 @@ class GrammarService:
         -------
         Future
             Result of the compilation. Submissions of an equal `spec` share one future while the
-            compilation runs, so the future cannot be cancelled. If the compilation fails, the
-            future's exception is a `GrammarError` with a message of one sentence. The reasons are
-            that the backend is not available, refuses the grammar or cannot enforce a part of it,
-            or that the compilation crashes or exceeds its limit of time or memory. The exception is
-            a `GrammarUnavailableError` if no child process could finish the compilation.
+            compilation runs, so the future cannot be cancelled. If all callers drop the future
+            before its compilation begins, the grammar is not compiled.
+
+            If the compilation fails, the future's exception is a `GrammarError` with a message of
+            one sentence. The reasons are that the backend is not available, refuses the grammar or
+            cannot enforce a part of it, or that the compilation crashes or exceeds its limit of
+            time or memory. The exception is a `GrammarUnavailableError` if no child process could
+            finish the compilation.
 
         Raises
         ------
@@ -246,14 +278,16 @@ class GrammarService:
             outcome = self._shared.cache.get(spec)
             if outcome is not None:
                 return _completed(outcome)
-            if spec in self._pending:
-                return self._pending[spec]
+            pending = self._pending.get(spec)
+            if pending is not None:
+                return pending
             future: Future[CompiledGrammar] = Future()
             # Several requests may wait for this future, so none of them may cancel it. A future in
             # the running state cannot be cancelled.
             future.set_running_or_notify_cancel()
             self._pending[spec] = future
-        self._fast_queue.jobs.put(_Compilation(spec, future))
+            jobs = self._slow_queue if hash(spec) in self._slow else self._fast_queue
+        jobs.put(_Compilation(spec, future))
         return future
 
     def counters(self) -> dict[str, int]:
@@ -297,7 +331,7 @@ class GrammarService:
             with _log_errors("start of a child process"):
                 child.start()  # the child process starts while the engine loads its models
         while True:
-            job = jobs.jobs.get()
+            job = jobs.get()
             if job is None:
                 return
             with _log_errors("compile thread"):
@@ -335,7 +369,10 @@ class GrammarService:
         timed_out = isinstance(error, ChildTimeout)
         has_more_time = timed_out and jobs.timeout_s < self._timeout_s
         if jobs is self._fast_queue and (unavailable or has_more_time) and not self._closed:
-            self._slow_queue.jobs.put(job)
+            if timed_out:
+                with self._lock:
+                    self._slow.append(hash(job.spec))
+            self._slow_queue.put(job)
             return
         if self._closed:
             error = ChildLost("the compile service was closed")
@@ -398,7 +435,7 @@ class GrammarService:
             self._keep(job.spec, str(result) if isinstance(result, GrammarError) else result)
         with self._lock:
             self._counts[outcome] += 1
-            del self._pending[job.spec]
+            self._pending.pop(job.spec, None)
         if isinstance(result, GrammarError):
             job.future.set_exception(result)
         else:

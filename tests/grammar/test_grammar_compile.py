@@ -29,7 +29,7 @@ from graft.grammar.backends import xgrammar as xgrammar_module
 from graft.grammar.backends.llguidance import LLGuidanceBackend
 from graft.grammar.backends.xgrammar import XGrammarBackend
 from graft.grammar.processes import POOL
-from graft.native.children.errors import ChildUnavailable
+from graft.native.children.errors import ChildTimeout, ChildUnavailable
 from graft.native.children.process import Call, ChildProcess
 
 ENDLESS = GrammarSpec("json_schema", '{"items": ' * 500 + "{}" + "}" * 500)  # takes minutes
@@ -210,6 +210,23 @@ def test_compile_service_does_not_delay_fast_grammars(serve, count):
         assert future.result(timeout=300).nbytes > 0
     assert not any(future.done() for future in slow)
     assert service.counters()["compiled"] == 20
+
+
+def test_compile_service_remembers_slow_grammars(serve, monkeypatch):
+    """A grammar that has been too slow for the fast queue does not occupy it a second time."""
+    calls = []
+
+    def time_out(child, *_):
+        calls.append(child)
+        raise ChildTimeout("took too long")
+
+    service = serve(SlowBackend)
+    fast, slow = service._children
+    monkeypatch.setattr(ChildProcess, "call", time_out)
+    for expected in ([fast, slow], [fast, slow, slow]):
+        with pytest.raises(GrammarError, match="took too long"):
+            service.submit(GrammarSpec.regex("slow")).result(timeout=300)
+        assert calls == expected
 
 
 WIDE = GrammarSpec(

@@ -116,3 +116,22 @@ def test_grammar_compilation_does_not_delay_rounds():
     finally:
         gate.set()
         engine.close()
+
+
+def test_cancelled_request_leaves_the_compile_queue():
+    """A grammar is not compiled if all its requests are cancelled before its compilation begins."""
+    gate = threading.Event()
+    compiled = []
+    backend = functools.partial(HeldBackend, gate=gate, compiled=compiled)
+    engine = demo_engine(max_batch_size=2, compile_threads=1, grammar_backend=backend)
+    try:
+        for name in ("held", "cancelled", "shared", "kept"):
+            engine.submit(guided(name, f"{name}+"))
+        engine.submit(guided("other", "shared+"))
+        assert engine.cancel("cancelled") and engine.cancel("other")
+        gate.set()
+        step_until_finished(engine, {"held", "shared", "kept"})
+        assert compiled == ["held+", "shared+", "kept+"]
+    finally:
+        gate.set()
+        engine.close()
