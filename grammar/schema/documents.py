@@ -17,6 +17,7 @@ __all__ = [
     "common_types",
     "copy_json",
     "dialect",
+    "equal_values",
     "escape",
     "has_orders",
     "required_of",
@@ -240,6 +241,11 @@ def any_of(options: list[Any]) -> Any:
 def without_duplicates(values: list[Any]) -> list[Any]:
     """Return the values without those that equal an earlier value according to JSON Schema."""
     return list({_equality_key(value): value for value in reversed(values)}.values())[::-1]
+
+
+def equal_values(one: Any, other: Any) -> bool:
+    """Return whether two JSON values are equal according to JSON Schema."""
+    return bool(_equality_key(one) == _equality_key(other))
 
 
 def _equality_key(value: Any) -> Any:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
+import random
 from typing import Any
 
 import jsonschema
 import pytest
 from router_util import Grammar
+from schema_fuzz import random_schema
 
 from graft.grammar.schema.reasons import NoExactForm
 from graft.grammar.schema.references import References
 from graft.grammar.schema.rewrite import rewrite
+from graft.grammar.schema.rewrite.listed import ListedValues
 from graft.grammar.schema.rewrite.negate import Negation
 from graft.grammar.schema.rewrite.objects import distinct
 from graft.grammar.schema.rewrite.strings import FORMATS, none_of
@@ -346,6 +350,18 @@ OTHERS = ["", "a", "ab", "abc", "abcd", "b", "x", "xx", "[", "[[", "é", "a-"]
             ["", ":", "1:2:3:4:5:6:7", "1::2::3", "1:2:3:4:5:6:7:8:9", "::256.0.0.1", "12345::"],
         ),
         ("json-pointer", ["", "/a~0b/~1", "/"], ["a", "/~2", "/~"]),
+        ("relative-json-pointer", ["0", "12#", "3/a/~1", "0/"], ["", "/a", "01", "-1", "0##"]),
+        (
+            "uri-template",
+            ["", "http://x/{?q,r}", "{+a.b}/é", "{a:3}{b*}", "%20~{%C3}"],
+            ["{", "a}", "{a b}", "{=a}", "a b", "%2", "{a:0}", "{a:10000}", "{a,}"],
+        ),
+        (
+            "iri",
+            ["http://é.com/日?q=\ue000#\U00010000", "a:", "urn:x:y", "http://[::1]/"],
+            ["", "/a", "http://a b", "http://x/\ue000", "http://[::é]/", "a:\ufdd0", "a:%zz"],
+        ),
+        ("iri-reference", ["", "/é", "http://x", "#日"], ["é :", "\\a", ":x"]),
         ("uri-reference", ["", "a/b", "//h/p", "http://x/?q#f", "#f"], ["a b", "\\a", "%zz", ":x"]),
         *(
             (none_of(words), [text for text in OTHERS if text not in words], words)
@@ -377,6 +393,55 @@ def test_formats_and_patterns_are_exact(stated, good, bad):
         grammar = Grammar(new.schema)
         assert [text for text in good if not grammar.accepts_value(text)] == []
         assert [text for text in bad if grammar.accepts_value(text)] == []
+
+
+def test_hostname_from_draft_7_has_no_punycode_labels():
+    """Labels with two hyphens as third and fourth character would have to be checked further."""
+    new = rewrite({"type": "string", "format": "hostname"}, draft=7)
+    grammar = Grammar(new.schema)
+    inner = [f"{end * 2}b{'-' * count}b" for end in "a1" for count in range(5)]
+    longest = ["a-a" + "-" * 59 + "a", "a" * 63, "aaa-" + "a" * 59]
+    for text in [*HOSTS, *NO_HOSTS, "xn--a", "b.xn--a", "a-", "ab-", "a---b", *inner, *longest]:
+        expected = text not in NO_HOSTS and all(
+            label[2:4] != "--" and not label.endswith("-") for label in text.split(".")
+        )
+        assert grammar.accepts_value(text) == expected, text
+    assert [reason.keyword for reason in new.narrowed] == ["format"]
+
+
+def test_listed_values_are_those_that_jsonschema_accepts():
+    """For schemas that list their values, keywords without an exact form are decided directly."""
+    outcomes = collections.Counter()
+    for seed in range(400):
+        rng = random.Random(seed)
+        schema = random_schema(rng)
+        if isinstance(schema, bool):
+            continue
+        definitions = schema.pop("$defs", {})
+        listed = {"allOf": [{"enum": VALUES}, {"not": schema}], "$defs": definitions}
+        found = ListedValues(References(listed), 2020, True)
+        validator = jsonschema.Draft202012Validator(listed)
+        try:
+            allowed = found.satisfying(listed)
+            expected = [value for value in VALUES if validator.is_valid(value)]
+        except (NoExactForm, RecursionError) as error:
+            outcomes[type(error).__name__] += 1
+            continue
+        assert list(map(repr, allowed)) == list(map(repr, expected)), listed
+        outcomes["equal"] += 1
+    assert outcomes["equal"] > 250
+
+
+def test_schema_of_listed_values_without_other_exact_form():
+    part = {"enum": [1, 2, 2.5, "x"], "not": {"type": "integer"}}
+    assert rewrite(part).schema == {"enum": [2.5, "x"]}
+    with_reference = {
+        "properties": {"a": {"allOf": [{"$ref": "#/$defs/v"}, {"not": {"multipleOf": 2}}]}},
+        "$defs": {"v": {"enum": [1, 2, 3]}},
+    }
+    grammar = Grammar(rewrite(with_reference).schema)
+    assert [n for n in range(5) if grammar.accepts_value({"a": n})] == [1, 3]
+    assert rewrite({"items": {"enum": [3], "not": {"multipleOf": 3}}}).schema == {"items": False}
 
 
 def test_rewrite_ignores_keywords_as_old_drafts_do():

@@ -19,7 +19,7 @@ from graft.grammar.schema.documents import (
 )
 from graft.grammar.schema.reasons import NoExactForm
 from graft.grammar.schema.references import References
-from graft.grammar.schema.rewrite.strings import literals, none_of
+from graft.grammar.schema.rewrite.strings import KNOWN_FORMATS, literals, none_of
 from graft.grammar.validate import search_pattern
 
 __all__ = ["Negation"]
@@ -32,10 +32,6 @@ _MAX_ITEMS = 4  # maximum length of arrays for which "some item is invalid" is w
 _MAX_LISTED = 5
 _SOME_PROPERTY_DIFFERS = "that some property differs cannot be expressed in JSON schema"
 _SOME_ITEM_DIFFERS = "that some item differs cannot be expressed in JSON schema"
-_KNOWN_FORMATS = word_set(
-    """date-time time date duration email hostname ipv4 ipv6 uuid uri idn-email idn-hostname iri
-    iri-reference json-pointer relative-json-pointer regex uri-reference uri-template"""
-)
 #: Keywords that `Negation._keyword` does not handle: annotations, and keywords that other methods
 #: negate, because their complement depends on several keywords.
 _HANDLED_ELSEWHERE = word_set(
@@ -188,7 +184,7 @@ class Negation:
                 raise NoExactForm("pattern", f"the complement of {value!r} is not known")
             yield {"type": "string", "pattern": none_of(words)}
         elif keyword == "format":
-            if value in _KNOWN_FORMATS:
+            if value in KNOWN_FORMATS:
                 raise NoExactForm("format", f"the complement of {value!r} is not known")
         elif keyword == "allOf":
             for part in value:

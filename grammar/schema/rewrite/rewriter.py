@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from graft.grammar.schema.documents import (
 from graft.grammar.schema.reasons import NoExactForm, Reason
 from graft.grammar.schema.references import References
 from graft.grammar.schema.rewrite.disjoint import Disjointness
+from graft.grammar.schema.rewrite.listed import ListedValues
 from graft.grammar.schema.rewrite.negate import Negation
 from graft.grammar.schema.rewrite.numbers import BOUNDS, Numbers
 from graft.grammar.schema.rewrite.strings import ecma_pattern, literals
@@ -126,6 +128,7 @@ class Rewriter:
         self.references = References(root)
         self.negation = Negation(self.references, draft)
         self.disjoint = Disjointness(root, self.references)
+        self._listed = ListedValues(self.references, draft, assert_formats)
         parts = subschemas(root)
         self._numbers = Numbers(parts)
         self._combines = can_combine(parts)
@@ -164,12 +167,19 @@ class Rewriter:
         """
         if isinstance(schema, bool):
             return schema
+        lost_before, narrowed_before = len(self.lost), len(self.narrowed)
         site = Site(schema, at, common_types(types, types_of(schema)))
         for keyword in sorted(schema, key=lambda keyword: _LAST.get(keyword, 0)):
             try:
                 self._rewrite_keyword(keyword, schema[keyword], site)
             except NoExactForm as error:
                 self.report_lost(at, keyword, error.why)
+        if len(self.lost) > lost_before and schema.keys() != {"enum"}:
+            with contextlib.suppress(NoExactForm):
+                values = self._listed.satisfying(schema)
+                if values is not None:
+                    del self.lost[lost_before:], self.narrowed[narrowed_before:]
+                    return self.rewrite({"enum": values}, at, types) if values else False
         if site.types & _NUMERIC:
             self._restrict_numbers(site)
         self._fold_pattern_properties(site.out)

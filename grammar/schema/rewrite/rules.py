@@ -29,19 +29,23 @@ from graft.grammar.schema.rewrite.objects import (
     property_names,
 )
 from graft.grammar.schema.rewrite.rewriter import Rewriter, Rule, Site
-from graft.grammar.schema.rewrite.strings import FORMATS, HOSTNAME, ecma_pattern
+from graft.grammar.schema.rewrite.strings import (
+    FORMATS,
+    HOSTNAME,
+    HOSTNAME_WITHOUT_PUNYCODE,
+    ecma_pattern,
+)
 
 __all__ = ["RULES"]
 
 #: Formats that LLGuidance enforces correctly.
 _KEPT_FORMATS = word_set("duration email ipv4 uuid uri")
-_REFUSED_FORMATS = word_set(
-    "hostname idn-hostname idn-email regex iri iri-reference uri-template relative-json-pointer"
-)
+_REFUSED_FORMATS = word_set("idn-hostname idn-email regex")
 _NARROWED_FORMATS = {
     "email": "quoted local parts and numeric domains are not produced",
     "time": "leap seconds are not produced",
     "date-time": "leap seconds are not produced",
+    "uri-template": "the operators that RFC 6570 reserves are not produced",
 }
 #: Keywords of a subschema with ``oneOf`` that are left out when the other keywords of the subschema
 #: are combined with each option.
@@ -257,7 +261,8 @@ def _dependencies(rewriter: Rewriter, value: Any, site: Site) -> None:
 
 
 def _property_names(rewriter: Rewriter, value: Any, site: Site) -> None:
-    for keyword, part in property_names(value, site.schema).items():
+    names = rewriter.references.follow(value)
+    for keyword, part in property_names(names, site.schema).items():
         if keyword == "maxProperties":
             site.extra.append({keyword: part})
         else:
@@ -331,8 +336,13 @@ def _format(rewriter: Rewriter, value: Any, site: Site) -> None:
         site.out["format"] = value
     elif value in FORMATS:
         site.extra.append({"pattern": FORMATS[value]})
-    elif value == "hostname" and rewriter.draft <= 6:  # later drafts check punycode, too
-        site.extra.append({"pattern": HOSTNAME, "maxLength": 253})
+    elif value == "hostname":
+        pattern = HOSTNAME
+        if rewriter.draft >= 7:
+            pattern = HOSTNAME_WITHOUT_PUNYCODE
+            why = "labels with two hyphens as third and fourth character are not produced"
+            rewriter.narrowed.append(Reason(site.at, "format", why))
+        site.extra.append({"pattern": pattern, "maxLength": 253})
     elif value in _REFUSED_FORMATS:
         raise NoExactForm("format", f"{value!r} cannot be enforced exactly")
     if value in _NARROWED_FORMATS:

@@ -12,9 +12,25 @@ from collections.abc import Iterable
 
 from graft.grammar.regular.expression import words
 from graft.grammar.regular.regex import NoAutomaton, has_alternatives, lower_regex
+from graft.grammar.schema.documents import word_set
 from graft.grammar.schema.reasons import NoExactForm
 
-__all__ = ["FORMATS", "HOSTNAME", "ecma_pattern", "literals", "none_of", "quote"]
+__all__ = [
+    "FORMATS",
+    "HOSTNAME",
+    "HOSTNAME_WITHOUT_PUNYCODE",
+    "KNOWN_FORMATS",
+    "ecma_pattern",
+    "literals",
+    "none_of",
+    "quote",
+]
+
+#: Formats that JSON schema defines.
+KNOWN_FORMATS = word_set(
+    """date-time time date duration email hostname ipv4 ipv6 uuid uri idn-email idn-hostname iri
+    iri-reference json-pointer relative-json-pointer regex uri-reference uri-template"""
+)
 
 _MAX_WORDS = 1000  # maximum number of words that replace a pattern
 ANY = r"[\x00-\U0010FFFF]"
@@ -289,39 +305,71 @@ def _formats() -> dict[str, str]:
     byte = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
     v4 = rf"(?:{byte}\.){{3}}{byte}"
     v6 = _ipv6(v4)
+    pointer = "(?:/(?:[^/~]|~[01])*)*"
+    uri, relative = _uri_patterns(v6)
+    iri, relative_iri = _uri_patterns(v6, _UCSCHAR, _IPRIVATE)
     return {
         "date": f"^{date}$",
         "time": f"^{time}$",
         "date-time": f"^{date}[Tt]{time}$",
         "ipv6": f"^(?:{v6})$",
-        "json-pointer": r"^(?:/(?:[^/~]|~[01])*)*$",
-        "uri-reference": _uri_reference(v6),
+        "json-pointer": rf"^{pointer}$",
+        "relative-json-pointer": rf"^(?:0|[1-9][0-9]*)(?:#|{pointer})$",
+        "uri-reference": f"^(?:{uri}|{relative})$",
+        "iri": f"^(?:{iri})$",
+        "iri-reference": f"^(?:{iri}|{relative_iri})$",
+        "uri-template": _uri_template(),
     }
 
 
-def _uri_reference(v6: str) -> str:
-    """Return a pattern of the URI references of RFC 3986; `v6` is a pattern of IPv6 addresses.
+def _uri_patterns(v6: str, ucschar: str = "", iprivate: str = "") -> tuple[str, str]:
+    """Return patterns of the URIs and of the relative references of RFC 3986.
 
-    The variables are named after the rules of the RFC's grammar. IPv4 addresses need no alternative
-    of their own, because they also match the rule for registered names.
+    `v6` is a pattern of IPv6 addresses. The other arguments are the characters that RFC 3987 adds
+    for IRIs. The variables are named after the rules of the RFCs' grammars. IPv4 addresses need no
+    alternative of their own, because they also match the rule for registered names.
     """
-    unreserved = r"A-Za-z0-9._~!$&'()*+,;=\-"  # the RFC's rules unreserved and sub-delims
+    ascii_unreserved = r"A-Za-z0-9._~!$&'()*+,;=\-"  # the RFC's rules unreserved and sub-delims
+    unreserved = ascii_unreserved + ucschar
     encoded = "%[0-9A-Fa-f]{2}"
     pchar = f"(?:[{unreserved}:@]|{encoded})"
     segment_without_colon = f"(?:[{unreserved}@]|{encoded})+"
-    ip_literal = rf"\[(?:{v6}|[vV][0-9A-Fa-f]+\.[{unreserved}:]+)\]"
+    ip_literal = rf"\[(?:{v6}|[vV][0-9A-Fa-f]+\.[{ascii_unreserved}:]+)\]"
     host = rf"(?:{ip_literal}|(?:[{unreserved}]|{encoded})*)"
     user = f"(?:(?:[{unreserved}:]|{encoded})*@)?"
     segments = f"(?:/{pchar}*)*"
     with_authority = f"//{user}{host}(?::[0-9]*)?{segments}"
     absolute_path = f"/(?:{pchar}+{segments})?"
-    query = rf"(?:\?(?:{pchar}|[/?])*)?"
+    query = rf"(?:\?(?:{pchar}|[/?{iprivate}])*)?"
     fragment = f"(?:#(?:{pchar}|[/?])*)?"
     either = f"{with_authority}|{absolute_path}"
     uri = rf"[A-Za-z][A-Za-z0-9+.\-]*:(?:{either}|{pchar}+{segments}|){query}{fragment}"
     relative = f"(?:{either}|{segment_without_colon}{segments}|){query}{fragment}"
-    return f"^(?:{uri}|{relative})$"
+    return uri, relative
 
+
+def _hostname() -> str:
+    """Return the pattern `HOSTNAME_WITHOUT_PUNYCODE`."""
+    end, inner = "[A-Za-z0-9]", "[A-Za-z0-9-]"
+    longer = f"{inner}(?:{end}{inner}|-{end}){inner}{{0,58}}{end}"
+    label = f"{end}(?:{inner}{{0,2}}{end}|{longer})?"
+    return rf"^{label}(?:\.{label})*$"
+
+
+def _uri_template() -> str:
+    """Return a pattern of the URI templates of RFC 6570, without the operators that it reserves."""
+    encoded = "%[0-9A-Fa-f]{2}"
+    literal = rf"(?:[!#$&()*+,\-./0-9:;=?@A-Z\[\]_a-z~{_UCSCHAR}{_IPRIVATE}]|{encoded})"
+    character = f"(?:[A-Za-z0-9_]|{encoded})"
+    name = rf"{character}(?:\.?{character})*(?::[1-9][0-9]{{0,3}}|\*)?"
+    return rf"^(?:{literal}|\{{[+#./;?&]?{name}(?:,{name})*\}})*$"
+
+
+#: Characters that RFC 3987 allows in IRIs, and only in the queries of IRIs, within a class.
+_UCSCHAR = r"\xA0-\uD7FF\uF900-\uFDCF\uFDF0-\uFFEF" + "".join(
+    f"\\U{plane:04X}{0x1000 if plane == 14 else 0:04X}-\\U{plane:04X}FFFD" for plane in range(1, 15)
+)
+_IPRIVATE = r"\uE000-\uF8FF\U000F0000-\U000FFFFD\U00100000-\U0010FFFD"
 
 #: Patterns of the formats that are regular languages.
 FORMATS: dict[str, str] = _formats()
@@ -332,3 +380,7 @@ HOSTNAME = (
     r"^[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
     r"(?:\.[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*$"
 )
+
+#: Pattern of the host names of `HOSTNAME` except those with a label such as ``xn--a``, which has
+#: hyphens as third and fourth character. From draft 7 on, this label must be valid punycode.
+HOSTNAME_WITHOUT_PUNYCODE = _hostname()
