@@ -130,6 +130,9 @@ class Drafter:
         The engine reserves these positions if the object that is passed as its argument `drafter`
         has this attribute: a drafter class inherits it, and a function needs the line
         ``function.feeds_blocks = True``.
+    runs_on_host
+        Whether the drafter adds host work to the round. Such a drafter cannot be combined with
+        ``generation="graph"``.
     lookahead
         Number of tokens after a position on which the entries of this position in `caches` depend,
         in addition to the tokens up to the position. None means that the entries depend on other
@@ -145,6 +148,7 @@ class Drafter:
     reads_mask_rows: bool = False
     logits_at_once: bool = False
     feeds_blocks: bool = False
+    runs_on_host: bool = False
     lookahead: int | None = None
 
     @property

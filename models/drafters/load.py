@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from graft.models.drafters.mtp import Mtp
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import DFlashConfig, Eagle3Config
 
-__all__ = ["is_block_drafter", "make_drafter"]
+__all__ = ["is_block_drafter", "make_drafter", "runs_on_host"]
 
 LOG = logging.getLogger("graft")
 _BLOCK_DRAFTER_TENSOR = "hidden_norm.weight"
@@ -95,24 +97,37 @@ def is_block_drafter(choice: object) -> bool:
     true, or if it is a ``functools.partial`` whose function or an argument fulfils one of these
     conditions.
     """
+    return any(map(_feeds_blocks, _parts(choice)))
+
+
+def runs_on_host(choice: object) -> bool:
+    """Return whether a choice of `make_drafter` is known to create a drafter with host steps.
+
+    This is the case if the attribute `runs_on_host` of the choice is true, or if the choice is a
+    ``functools.partial`` whose function or an argument has this attribute.
+    """
+    return any(getattr(part, "runs_on_host", False) is True for part in _parts(choice))
+
+
+def _parts(choice: object) -> Iterator[object]:
+    """Yield a choice of `make_drafter`; for a partial, yield its function and arguments instead."""
     if isinstance(choice, str) and ":" in choice and not Path(choice).exists():
-        try:
-            choice = _import_attribute(choice)
-        except Exception:  # `make_drafter` reports the error
-            return False
-    return _feeds_blocks(choice)
+        with suppress(Exception):  # `make_drafter` reports the error
+            yield from _parts(_import_attribute(choice))
+    elif isinstance(choice, partial):
+        for part in (choice.func, *choice.args, *choice.keywords.values()):
+            yield from _parts(part)
+    else:
+        yield choice
 
 
-def _feeds_blocks(choice: object) -> bool:
-    """Return whether `choice` creates a block drafter; it must not be an import name."""
-    if isinstance(choice, partial):
-        parts = (choice.func, *choice.args, *choice.keywords.values())
-        return any(map(_feeds_blocks, parts))
-    if callable(choice):
-        return getattr(choice, "feeds_blocks", False) is True
-    if not isinstance(choice, (str, Path)) or not (Path(choice) / "config.json").is_file():
+def _feeds_blocks(part: object) -> bool:
+    """Return whether one of `_parts` is a block drafter, or the folder of one."""
+    if callable(part):
+        return getattr(part, "feeds_blocks", False) is True
+    if not isinstance(part, (str, Path)) or not (Path(part) / "config.json").is_file():
         return False
-    return _BLOCK_DRAFTER_TENSOR in Checkpoint(Path(choice)).names
+    return _BLOCK_DRAFTER_TENSOR in Checkpoint(Path(part)).names
 
 
 def _from_folder(folder: Path, context: DrafterContext) -> Drafter:

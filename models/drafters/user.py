@@ -87,6 +87,7 @@ class UserDrafter(Drafter):
         If `propose` is not callable or the deadline is out of range.
     """
 
+    runs_on_host = True
     lookahead = 1
 
     def __init__(

@@ -378,8 +378,8 @@ def _check_forced_drafts(options: Options, drafter: Drafter | None, mode: DraftM
     """Raise OptionError if `forced_drafts` is set and the drafter cannot draft forced tokens."""
     if options.forced_drafts and not isinstance(drafter, Forced) and not mode.masked:
         raise OptionError(
-            "forced_drafts cannot be combined with draft_masking='none' or with a drafter that "
-            "proposes token ids without logits: no mask rows are filled while drafting"
+            "forced_drafts cannot be combined with a drafter that proposes token ids without "
+            "logits: no mask rows are filled while drafting"
         )
 
 

@@ -31,7 +31,7 @@ from graft.cudagraph.errors import DeviceError, GraftError, HostWorkError, Optio
 from graft.cudagraph.host.transports import choose_transport
 from graft.cudagraph.ranks.ranks import RankGroup
 from graft.models.drafters import DrafterChoice
-from graft.models.drafters.load import is_block_drafter
+from graft.models.drafters.load import is_block_drafter, runs_on_host
 from graft.models.engine.admission import Admission
 from graft.models.engine.assembly import assemble
 from graft.models.engine.construction import (
@@ -726,8 +726,19 @@ def _check_arguments(
     requested = Options(**options)
     if ranks is not None and requested.generation == "graph":
         raise OptionError("generation='graph' cannot be combined with tensor parallelism")
-    if requested.draft_tree is not None and drafter is None:
-        raise OptionError(f"draft_tree {requested.draft_tree} requires a drafter")
+    if requested.generation == "graph" and runs_on_host(drafter):
+        raise OptionError(
+            "generation='graph' requires a drafter that runs on the device, but this drafter runs "
+            "on the host"
+        )
+    if drafter is None:
+        if requested.draft_tree is not None:
+            raise OptionError(f"draft_tree {requested.draft_tree} requires a drafter")
+    elif requested.forced_drafts and requested.draft_masking == "none":
+        raise OptionError(
+            "forced_drafts cannot be combined with draft_masking='none': no mask rows are filled "
+            "while drafting"
+        )
     return requested
 
 

@@ -18,6 +18,7 @@ from engine_cases import (
     answers,
     answers_and_drafts,
     keep_some_on_host,
+    propose_repeat,
     settled,
     workload,
 )
@@ -26,7 +27,7 @@ from test_device_automata_rounds import automaton_requests, compile_automata
 from test_engine_equality import check_disturbed, expected_answers
 
 from graft.cudagraph.errors import DeviceError, OptionError
-from graft.models.drafters import Suffix
+from graft.models.drafters import Suffix, UserDrafter
 from graft.models.engine import assembly, replay
 from graft.models.engine.slots import LOOP_PAGES_AHEAD
 from graft.models.request import Request
@@ -501,7 +502,10 @@ def test_loop_engine_cancel_from_thread(long_answer):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (DRAFTER_OPTIONS["host"], "drafter that runs on the device.*propose_repeat"),
+        (
+            {"drafter": lambda context: UserDrafter(context, propose=propose_repeat)},
+            "drafter that runs on the device.*propose_repeat",
+        ),
         ({"composition": "two"}, "composition='one'"),
         ({"generation": "loop"}, "generation must be one of rounds, graph, got"),
     ],

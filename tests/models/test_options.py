@@ -1,6 +1,7 @@
 """Engine options: types, ranges and invalid combinations."""
 
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import get_type_hints
 
@@ -11,6 +12,7 @@ from engine_util import TARGET
 from graft.cudagraph import OptionError
 from graft.cudagraph.ranks.ranks import RankGroup
 from graft.models import Engine, Limits, Options
+from graft.models.drafters import CascadeDrafter, NGram, UserDrafter
 from graft.models.engine.options import EngineOptions, InternalOptions, meaning
 from graft.sampling.tree import TreePlan
 
@@ -144,6 +146,26 @@ INVALID_CALLS = {
     "loops with ranks": (
         lambda: Engine("no such folder", ranks=object.__new__(RankGroup), generation="graph"),
         "generation='graph' cannot be combined with tensor parallelism",
+    ),
+    "loops with host drafter": (
+        lambda: Engine("no such folder", UserDrafter.of(list), generation="graph"),
+        "generation='graph' requires a drafter that runs on the device",
+    ),
+    "loops with cascade of host drafter": (
+        lambda: Engine(
+            "no such folder",
+            partial(CascadeDrafter, first=UserDrafter.of(list), then="folder"),
+            generation="graph",
+        ),
+        "generation='graph' requires a drafter that runs on the device",
+    ),
+    "forced drafts that are not masked": (
+        lambda: Engine("no such folder", NGram, forced_drafts=True, draft_masking="none"),
+        "forced_drafts cannot be combined with draft_masking='none'",
+    ),
+    "forced drafts with lookup": (
+        lambda: Engine(TARGET, NGram, forced_drafts=True),
+        "forced_drafts cannot be combined with a drafter that proposes token ids",
     ),
     "tree without drafter": (
         lambda: Engine("no such folder", draft_tree=(2, 2), draft_length=4),
