@@ -373,19 +373,17 @@ def _host_buffer(address: int, nbytes: int, owner: object) -> HostBuffer:
 class PinnedArray:
     """An array in page-locked host memory that the device can read and write.
 
-    Created by :meth:`Device.pinned`, which zeroes the array, and by :meth:`Device.wrap`. The ctypes
-    array `buffer` contains its bytes, and `array` is a NumPy view of them. Both, and everything
-    that is created from them, keep the memory alive, even after :meth:`close`. `dtype` is the name
-    of the element type, see :mod:`graft.cudagraph.driver.dtypes`.
+    Created by :meth:`Device.pinned`, which zeroes the array, and by :meth:`Device.wrap`. `dtype` is
+    the name of the element type, see :mod:`graft.cudagraph.driver.dtypes`.
     """
 
     __slots__ = (
         "__weakref__",
         "_allocation",
+        "_array",
+        "_buffer",
         "_device_pointer",
         "_offset",
-        "array",
-        "buffer",
         "context",
         "dtype",
         "shape",
@@ -408,11 +406,30 @@ class PinnedArray:
         host = self._allocation.address
         self._device_pointer = int(call(cu.cuMemHostGetDevicePointer, host, 0))
         self._offset = 0
-        self.buffer = _host_buffer(host, nbytes, self._allocation.resource)
-        elements = np.frombuffer(memoryview(self.buffer), numpy_dtype(self.dtype))
-        self.array = elements.reshape(self.shape)
+        buffer = _host_buffer(host, nbytes, self._allocation.resource)
+        elements = np.frombuffer(memoryview(buffer), numpy_dtype(self.dtype))
+        self._buffer: ctypes.Array[ctypes.c_ubyte] | None = buffer
+        self._array: NDArray | None = elements.reshape(self.shape)
         if allocation is None:
             self.array.fill(0)
+
+    @property
+    def buffer(self) -> ctypes.Array[ctypes.c_ubyte]:
+        """Bytes of the array.
+
+        `buffer`, `array` and everything that is created from them keep the memory alive, even after
+        :meth:`close`. Reading one of the two attributes of a closed array raises DeviceError.
+        """
+        if self._buffer is None:
+            raise DeviceError(f"{self._allocation.description} is closed")
+        return self._buffer
+
+    @property
+    def array(self) -> NDArray:
+        """NumPy view of the array's memory; see `buffer`."""
+        if self._array is None:
+            raise DeviceError(f"{self._allocation.description} is closed")
+        return self._array
 
     def view(self, first: int, shape: tuple[int, ...]) -> PinnedArray:
         """Return a view of the elements from index `first` of the flattened array.
@@ -424,9 +441,9 @@ class PinnedArray:
         view.shape = shape
         view._offset += offset
         view._device_pointer += offset
-        view.buffer = (ctypes.c_ubyte * view.nbytes).from_buffer(self.buffer, offset)
+        view._buffer = (ctypes.c_ubyte * view.nbytes).from_buffer(self.buffer, offset)
         elements = self.array.reshape(-1)[first : first + math.prod(shape)]
-        view.array = elements.reshape(shape)
+        view._array = elements.reshape(shape)
         return view
 
     @property
@@ -486,8 +503,7 @@ class PinnedArray:
 
     def close(self) -> None:
         """Release the memory. It is freed once no view of the host buffer and no graph uses it."""
-        self.buffer = (ctypes.c_ubyte * 0)()
-        self.array = np.empty(0, numpy_dtype(self.dtype))
+        self._buffer = self._array = None
         self._allocation.close()
 
     def __repr__(self) -> str:

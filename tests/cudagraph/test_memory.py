@@ -7,6 +7,8 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -205,6 +207,27 @@ def test_pinned_array_is_zeroed_and_outlived_by_numpy_view(device: Device) -> No
     assert _native.flush(10)
     assert view[1, 4] == 9
     view[0, 0] = 1
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda pinned: pinned.array,
+        lambda pinned: pinned.buffer,
+        lambda pinned: pinned.host_ptr,
+        lambda pinned: pinned.view(0, (1,)),
+        np.asarray,
+        np.from_dlpack,
+    ],
+)
+def test_closed_pinned_array_raises_error(device: Device, use: Callable) -> None:
+    """A closed array is not an empty one, in which a program would find no data."""
+    pinned = device.pinned((2, 5), "uint64")
+    view = pinned.view(0, (5,))
+    for array in (view, pinned):
+        array.close()
+        array.close()
+        assert_raises(DeviceError, {"is closed": partial(use, array)})
 
 
 def test_cuda_array_interface_describes_memory(device: Device) -> None:

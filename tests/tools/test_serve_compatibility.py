@@ -555,6 +555,31 @@ def test_template_gets_only_the_fields_of_a_message_that_have_a_meaning():
 # Errors and other endpoints -------------------------------------------------------------------
 
 
+_STOP_RULE = "stop must be a non-empty string or a list of non-empty strings, got "
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("chat/completions", {"max_tokens": -1}, "max_tokens must be an integer from 1 to "),
+        ("chat/completions", {"max_tokens": 0}, "max_tokens must be an integer from 1 to "),
+        ("chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens must be an inte"),
+        ("responses", {"max_output_tokens": -1}, "max_output_tokens must be an integer from 1 to "),
+        ("completions", {"max_tokens": -1}, "max_tokens must be an integer from 0 to "),
+        ("completions", {"max_tokens": 0}, "max_tokens 0 requires echo: true"),
+        ("completions", {"stop": ""}, _STOP_RULE + "''"),
+        ("chat/completions", {"stop": [5]}, _STOP_RULE + "[5]"),
+        ("responses", {"stop": 5}, _STOP_RULE + "5"),
+    ],
+)
+def test_error_says_which_values_are_allowed(send, path, fields, message):
+    prompts = {"responses": {"input": TEXT}, "completions": {"prompt": TEXT}}
+    prompt = prompts.get(path, {"messages": MESSAGES})
+    response = send(f"/v1/{path}", **prompt | fields)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(message)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

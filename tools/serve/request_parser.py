@@ -395,7 +395,7 @@ class RequestParser:
         if body.top_k is not None:
             options["top_k"] = 0 if body.top_k == -1 else body.top_k
         if body.stop is not None:
-            options["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
+            options["stop"] = body.stop
         if body.chosen_tools.functions:
             options["shown_tokens"] = self.tool_format.markers
         if body.ignore_eos:

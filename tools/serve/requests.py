@@ -94,6 +94,15 @@ def _read_logit_bias(bias: Any) -> Any:
     return converted
 
 
+def _read_stop(stop: Any) -> Any:
+    """Return the stop strings as a list."""
+    strings = [stop] if isinstance(stop, str) else stop
+    is_list = isinstance(strings, list)
+    if not is_list or not all(isinstance(string, str) and string for string in strings):
+        raise rule_error("must be a non-empty string or a list of non-empty strings")
+    return strings
+
+
 def _check_variables(variables: dict[str, Any]) -> dict[str, Any]:
     if _RESERVED_VARIABLES & set(variables):
         raise rule_error(f"must be an object, without {', '.join(sorted(_RESERVED_VARIABLES))}")
@@ -148,7 +157,7 @@ class GenerationFields(Fields):
     frequency_penalty: Any = None
     repetition_penalty: Any = None
     min_tokens: Any = None
-    stop: Any = None
+    stop: Annotated[Any, AfterValidator(_read_stop)] = None
     stop_token_ids: Any = None
     allowed_token_ids: Any = None
     timeout_s: Any = None
@@ -249,7 +258,6 @@ class CompletionFields(GenerationFields):
 
     n: StrictInt = Field(1, ge=1, le=MAX_SAMPLES)
     best_of: Any = None
-    max_tokens: StrictInt | None = Field(None, ge=0, le=_MAX_INT32)
     stream_options: StreamOptions = StreamOptions()
     response_format: Any = None  # the module `grammars` checks it
     echo: StrictBool = False
@@ -292,6 +300,7 @@ class CompletionFields(GenerationFields):
 class CompletionRequest(CompletionFields):
     """A request of ``/v1/completions``."""
 
+    max_tokens: StrictInt | None = Field(None, ge=0, le=_MAX_INT32)
     prompt: Any = None  # see `RequestParser`
     add_special_tokens: StrictBool = True
     logprobs: StrictInt | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -316,11 +325,18 @@ class CompletionRequest(CompletionFields):
         """Whether the response has the echoed prompt and no generated text, as in vLLM."""
         return self.max_tokens == 0 and self.echo
 
+    @model_validator(mode="after")
+    def _check_max_tokens(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError("max_tokens 0 requires echo: true", param="max_tokens")
+        return self
+
 
 class ChatRequest(PromptFields, CompletionFields):
     """A request of ``/v1/chat/completions``."""
 
-    max_completion_tokens: StrictInt | None = Field(None, ge=0, le=_MAX_INT32)
+    max_tokens: StrictInt | None = Field(None, ge=1, le=_MAX_INT32)
+    max_completion_tokens: StrictInt | None = Field(None, ge=1, le=_MAX_INT32)
     logprobs: StrictBool = False
     top_logprobs: Any = None  # the engine checks it
     verbosity: Literal["low", "medium", "high"] = "medium"  # has no effect
