@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 
 import numpy as np
 import pytest
@@ -270,18 +270,20 @@ def test_host_work_in_body_added_after_launches_runs(
 
 def test_while_body_fails_replay_if_answer_is_late(device: Device, stream: Stream, module) -> None:
     """A step that misses its deadline ends the waits of all later runs of the body."""
+    go = threading.Event()
     data = device.zeros((1,), "int32")
     graph = Graph(device, "loop")
     lane = graph.lane("main")
     more = condition(graph, 1, name="more")
     body = while_(lane, more, name="rounds").lane("inside")
-    body.spinkernel(lambda: time.sleep(0.3), deadline_s=0.05, name="slow")
+    body.spinkernel(lambda: go.wait(LIMIT_S), deadline_s=0.05, name="slow")
     body.kernel(module["add"], 1, 1, [data, 1])
     body.kernel(module["below"], 1, 1, [more, data, 3])
     executable = graph.instantiate()
     executable.launch(stream)
     with pytest.raises(HostWorkError, match=r"slow.*no answer within 0\.05 s"):
         executable.synchronize(LIMIT_S)
+    go.set()
     assert data.to_host()[0] == 3
 
 

@@ -235,8 +235,11 @@ def test_memop_wait_blocks_other_streams_with_one_hardware_queue(settings, befor
         w, waits, other = Words(s, 3), s.stream(), s.stream()
         w.block(waits)
         s.cuStreamWriteValue32(other, w.address(1), 1, 0)
-        time.sleep(0.05)
-        assert w[1] == {before}
+        if {before}:
+            while not w[1]: time.sleep(0.001)
+        else:
+            time.sleep(0.05)
+            assert w[1] == 0
         w[0] = 1
         s.cuStreamSynchronize(other)
         s.cuStreamSynchronize(waits)
@@ -261,8 +264,11 @@ def test_polling_kernel_blocks_other_streams_with_one_hardware_queue(settings, b
         while w[2] == 0: time.sleep(0.001)
         time.sleep(0.01)
         s.cuStreamWriteValue32(other, w.address(1), 1, 0)
-        time.sleep(0.05)
-        assert w[1] == {before}
+        if {before}:
+            while not w[1]: time.sleep(0.001)
+        else:
+            time.sleep(0.05)
+            assert w[1] == 0
         w[0] = 1
         s.cuStreamSynchronize(other)
         s.cuStreamSynchronize(waits)

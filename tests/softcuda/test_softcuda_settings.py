@@ -102,31 +102,33 @@ def test_setting_free_immediate_does_not_wait(kind, setting):
 def test_lock_model_delays_frees_and_allocations(model, calls):
     """With model 8, other calls wait while a call that frees memory waits for the device. With
     model 16, allocations wait for the device.
+
+    The work of the stream ends 0.2 s after the call begins if the call waits for it, and otherwise
+    after the state of the stream was queried.
     """
+    allocate, query = calls.values()
     out = check(
-        """
+        f"""
         import threading
-        def state_after(call):
+        def free(memory):
+            s.cuCtxSetCurrent(s.context)
+            s.cuMemFree(memory)
+        for frees, expected in (False, "{allocate}"), (True, "{query}"):
             stream, word, memory = s.stream(), Words(s, 1), s.alloc(64)
             word.block(stream)
-            threading.Timer(0.2, lambda: word.view.fill(1)).start()
-            call(memory)
+            if frees:
+                threading.Thread(target=free, args=(memory,)).start()
+                while "cuMemFree: all work to finish" not in s.describe(): time.sleep(0.001)
+            finish = lambda: word.view.fill(1)
+            if expected == "SUCCESS": threading.Timer(0.2, finish).start()
+            s.cuMemGetInfo() if frees else s.alloc(64)
             print(code(d.cuStreamQuery(stream)))
+            finish()
             s.cuStreamSynchronize(stream)
-        def free_elsewhere(memory):
-            def free():
-                s.cuCtxSetCurrent(s.context)
-                s.cuMemFree(memory)
-            threading.Thread(target=free).start()
-            while "cuMemFree" not in s.describe(): time.sleep(0.001)
-            time.sleep(0.01)
-            s.cuMemGetInfo()
-        state_after(lambda memory: s.alloc(64))
-        state_after(free_elsewhere)
         """,
         SOFTCUDA_LOCK_MODEL=str(model),
     )
-    assert out.split() == list(calls.values())
+    assert out.split() == [allocate, query]
 
 
 @pytest.mark.parametrize("setting", ["SOFTCUDA_LAUNCH_BLOCKING", "CUDA_LAUNCH_BLOCKING"])

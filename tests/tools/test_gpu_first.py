@@ -11,6 +11,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_missing_packages import HIDDEN
@@ -60,8 +61,16 @@ def test_last():
 CONFTEST = "from graft.tools.gpu_first.plugin import figure\n"
 
 
-def run_file(folder, fault, conftest=True, **limits):
-    """Run `TEST_FILE` with a fault; return the outcome by test, the results and the last status."""
+#: Seconds by which the runner's clock is ahead while test_faulty runs.
+AHEAD_S = 100.0
+
+
+def run_file(folder, fault, conftest=True, limit_s=60 + AHEAD_S, test_limit_s=30 + AHEAD_S):
+    """Run `TEST_FILE` with a fault; return the outcome by test, the results and the last status.
+
+    A limit of `AHEAD_S` ends test_faulty at once, and gives all other tests and the start of the
+    process that many seconds.
+    """
     if conftest:
         (folder / "conftest.py").write_text(CONFTEST)
     path = folder / "test_it.py"
@@ -69,23 +78,37 @@ def run_file(folder, fault, conftest=True, **limits):
     out = folder / "out"
     out.mkdir()
     lines = []
-    limits = {"limit_s": 60, "test_limit_s": 30} | limits
-    problem = runner.run_test_file(str(path), out, lines.append, **limits)
+    ahead_s = 0.0
+
+    def report(line):
+        nonlocal ahead_s
+        lines.append(line)
+        if line["event"] == "begin" and line["test"].endswith("test_faulty"):
+            ahead_s = AHEAD_S
+        elif line["event"] == "end" and limit_s > AHEAD_S:
+            ahead_s = 0.0
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s, sleep=time.sleep)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "time", clock)
+        problem = runner.run_test_file(
+            str(path), out, report, limit_s=limit_s, test_limit_s=test_limit_s
+        )
     ends = {line["test"].rpartition("::")[2]: line for line in lines if line["event"] == "end"}
     return ends, lines, problem
 
 
 @pytest.mark.parametrize(
-    ("fault", "limit_s", "message"),
+    ("fault", "limits", "message"),
     [
-        ("os.abort()", 30, "exit status -6"),
-        ("os._exit(0)", 30, "the process ended during the test"),
-        pytest.param("sys.exit(0)", 30, "SystemExit", marks=pytest.mark.full),
-        ("time.sleep(600)", 1, "timed out after 1 s"),
+        ("os.abort()", {}, "exit status -6"),
+        ("os._exit(0)", {}, "the process ended during the test"),
+        pytest.param("sys.exit(0)", {}, "SystemExit", marks=pytest.mark.full),
+        ("time.sleep(600)", {"test_limit_s": AHEAD_S}, "timed out after 100 s"),
     ],
 )
-def test_runner_continues_after_a_faulty_test(tmp_path, fault, limit_s, message):
-    ends, lines, problem = run_file(tmp_path, fault, test_limit_s=limit_s)
+def test_runner_continues_after_a_faulty_test(tmp_path, fault, limits, message):
+    ends, lines, problem = run_file(tmp_path, fault, **limits)
     assert problem == ""
     outcomes = {test: line["outcome"] for test, line in ends.items()}
     assert outcomes == {
@@ -102,14 +125,14 @@ def test_runner_continues_after_a_faulty_test(tmp_path, fault, limit_s, message)
 
 
 def test_runner_reports_stacks_of_a_hanging_test(tmp_path):
-    run_file(tmp_path, "time.sleep(600)", test_limit_s=1)
+    run_file(tmp_path, "time.sleep(600)", test_limit_s=AHEAD_S)
     (log,) = (tmp_path / "out").glob("*.log")
     assert "in test_faulty" in log.read_text()
 
 
 def test_runner_keeps_results_of_a_file_that_exceeds_its_limit(tmp_path):
-    ends, _, problem = run_file(tmp_path, "time.sleep(600)", limit_s=4)
-    assert problem.startswith("timed out after 4 s")
+    ends, _, problem = run_file(tmp_path, "time.sleep(600)", limit_s=AHEAD_S)
+    assert problem.startswith("timed out after 100 s")
     assert {test: line["outcome"] for test, line in ends.items()} == {
         "test_first": "passed",
         "test_faulty": "failed",
