@@ -74,7 +74,9 @@ def outputs(model: Any, drafts: bool = True, max_tokens: int = 60, **options: An
 @pytest.fixture(scope="module")
 def expected(model):
     return functools.cache(
-        lambda max_tokens: outputs(model, False, max_tokens, max_batch_size=1)[0]
+        lambda max_tokens, **backend: outputs(
+            model, False, max_tokens, max_batch_size=1, **backend
+        )[0]
     )
 
 
@@ -93,7 +95,9 @@ def expected(model):
 )
 def test_drafts_do_not_change_outputs_with_optional_reasoning(model, expected, options):
     found, _ = outputs(model, max_batch_size=8, **options)
-    assert found == expected(60)
+    # The backends differ in the outputs that they can close before max_tokens.
+    backend = {name: value for name, value in options.items() if name == "grammar_backend"}
+    assert found == expected(60, **backend)
     reasons = [reason for _, reason in found]
     assert reasons.count("stop") >= len(SCRIPTS)
 
