@@ -30,7 +30,7 @@ def run(engine, requests, preempt):
 
 def few_pages(model, engine_of, **options):
     """Return an engine with too few pages for all its rows at full length."""
-    options = {"max_batch_size": 4, "draft_length": 3, "page_size": 4, "pages": 40, **options}
+    options = {"max_batch_size": 4, "draft_length": 3, "page_size": 4, "pages": 24, **options}
     return engine_of(model, **with_internal(options))
 
 

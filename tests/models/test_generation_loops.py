@@ -370,9 +370,9 @@ def test_loop_ends_before_pages_run_out(pages):
 @pytest.mark.overlap
 def test_loops_do_not_accumulate_reserved_pages():
     """The additional pages of a request do not grow with the number of its loops."""
-    options = {"pages": 60, "page_size": 4, "max_length": 200, "prefix_cache_bytes": 0}
+    options = {"pages": 120, "page_size": 4, "max_length": 400, "prefix_cache_bytes": 0}
     with settled(loop_engine(max_batch_size=2, **options)) as engine:
-        start_loop(engine, replace(LONG, max_tokens=150))
+        start_loop(engine, replace(LONG, max_tokens=350))
         [state] = engine._scheduler.slots.running.values()
         loops = engine.stats.loops
         excess = []

@@ -104,10 +104,10 @@ def test_drafts_do_not_change_outputs_with_optional_reasoning(model, expected, o
 
 def test_preemption_does_not_change_outputs_with_optional_reasoning(model, expected):
     """After a preemption, the state of the matcher is rebuilt from the tokens of the request."""
-    found, stats = outputs(
-        model, max_tokens=200, max_batch_size=8, draft_length=3, page_size=4, pages=56
-    )
-    assert found == expected(200)
+    # With 512 prefill rows, all requests join at once, so that pages run out.
+    sizes = {"max_batch_size": 8, "page_size": 4, "pages": 18, "prefill_rows": 512}
+    found, stats = outputs(model, max_tokens=60, draft_length=3, **sizes)
+    assert found == expected(60)
     assert stats.preemptions > 0
 
 
