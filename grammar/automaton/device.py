@@ -9,8 +9,9 @@ They write the same rows and stamps as the worker would.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from graft.cudagraph.driver.cstruct import read_numbers, read_struct
 from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
-from graft.grammar.matcher import Matcher
+from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.grammar.vocabulary import Vocabulary
 from graft.native import _native
 from graft.sampling.exchange import Exchange
@@ -178,6 +179,10 @@ class DeviceAutomata:
         # Tables by native grammar, the least recently used table first.
         self._tables: dict[Any, _Table] = {}
         self._counts: Counter[str] = Counter()
+        # Sizes of the tables that did not fit, and 0 for grammars with other brackets than JSON's.
+        self._refused_sizes: weakref.WeakKeyDictionary[CompiledGrammar, int] = (
+            weakref.WeakKeyDictionary()
+        )
         self._slot_tables: dict[int, _Table] = {}
 
     def _upload_tokens(self, vocabulary: Vocabulary) -> None:
@@ -257,7 +262,7 @@ class DeviceAutomata:
         """
         if not self._is_supported(matcher):
             return False
-        table = self._acquire(lane, matcher.native.grammar)
+        table = self._acquire(lane, matcher)
         if table is None:
             return False
         self._slot_tables[slot] = table
@@ -288,6 +293,23 @@ class DeviceAutomata:
         )
         return True
 
+    def outgrew(self, matcher: Matcher, tokens: Iterable[int]) -> bool:
+        """Return whether the stack of a promoted request has become too deep for the kernels.
+
+        Parameters
+        ----------
+        matcher
+            Matcher with which the request has joined. The method advances it.
+        tokens
+            Tokens that the kernels have committed since then.
+        """
+        for token in tokens:
+            if not matcher.accept(token):
+                return False
+            if len(matcher.native.stack) > _MAX_DEPTH:
+                return True
+        return False
+
     def _is_supported(self, matcher: Matcher) -> bool:
         """Return whether kernels can take over a matcher.
 
@@ -306,29 +328,30 @@ class DeviceAutomata:
         if table is not None:
             table.users -= 1
 
-    def _acquire(self, lane: Lane, grammar: Any) -> _Table | None:
-        """Return the table of a grammar's automaton, and increment the table's number of users.
+    def _acquire(self, lane: Lane, matcher: Matcher) -> _Table | None:
+        """Return the table of a matcher's automaton, and increment the table's number of users.
 
         If the table is not on the device, its upload is added to `lane`. The result is None if the
-        device memory for tables has no room for it.
+        kernels do not support the automaton's brackets, or if the device memory for tables has no
+        room for the table.
         """
+        grammar = matcher.native.grammar
         table = self._tables.pop(grammar, None)
         if table is None:
+            nbytes = self._refused_sizes.get(matcher.compiled)
+            if nbytes == 0:
+                return None
+            if nbytes is not None and self._find_place(nbytes) is None:
+                self._refuse(matcher, nbytes)
+                return None
             arrays = grammar.table()
             if not _has_json_brackets(arrays):
+                self._refused_sizes[matcher.compiled] = 0
                 return None
             data = table_data(arrays, self._most_pushes)
             offset = self._allocate(lane, len(data))
             if offset is None:
-                self._counts["refused"] += 1
-                if self._counts["refused"] == 1:  # later refusals are only counted
-                    LOG.warning(
-                        "no memory for an automaton of %d bytes on the device (the option "
-                        "automaton_bytes is %d); requests with this or a later automaton that does "
-                        "not fit run their grammar steps on the host",
-                        len(data),
-                        self._memory.nbytes,
-                    )
+                self._refuse(matcher, len(data))
                 return None
             staged = self._device.pinned((len(data),), "uint8")
             staged.array[:] = data
@@ -337,6 +360,22 @@ class DeviceAutomata:
         self._tables[grammar] = table
         table.users += 1
         return table
+
+    def _refuse(self, matcher: Matcher, nbytes: int) -> None:
+        """Record that the table of a matcher's automaton, of `nbytes` bytes, does not fit.
+
+        Building a large table takes long, so the table is not built again before it fits.
+        """
+        self._refused_sizes[matcher.compiled] = nbytes
+        self._counts["refused"] += 1
+        if self._counts["refused"] == 1:  # later refusals are only counted
+            LOG.warning(
+                "no memory for an automaton of %d bytes on the device (the option automaton_bytes "
+                "is %d); requests with this or a later automaton that does not fit run their "
+                "grammar steps on the host",
+                nbytes,
+                self._memory.nbytes,
+            )
 
     def _allocate(self, lane: Lane, nbytes: int) -> int | None:
         """Make room for a table of `nbytes` bytes and return its offset.

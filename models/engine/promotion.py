@@ -65,6 +65,15 @@ class Promotion:
         if promoted:
             self._promoted.add(state)
 
+    def outgrew(self, state: RequestState) -> bool:
+        """Return whether a request is promoted, but its stack has become too deep for the kernels.
+
+        Call the method only if the request leaves its slot next, because it advances the matcher.
+        """
+        if self._automata is None or state not in self._promoted or state.matcher is None:
+            return False
+        return self._automata.outgrew(state.matcher, state.output.tokens[len(state.start_output) :])
+
     def leave(self, state: RequestState) -> None:
         """Record that a request leaves its slot and that kernels no longer do its grammar steps."""
         self._promoted.discard(state)

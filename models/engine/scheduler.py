@@ -532,10 +532,7 @@ class Scheduler:
             self.end(state, "stop_string", text=text)
         elif row.reason:
             reason = DEVICE_REASONS[row.reason]
-            is_promoted = state.matcher is not None and not self.selector.is_served(state)
-            if reason == "error" and is_promoted:
-                # The stack of the grammar may have become too deep for the kernels. If the error
-                # has another cause, it occurs again.
+            if reason == "error" and self.slots.outgrew_kernels(state):
                 state.stays_on_host = True
                 self.preempt(state, to_front=True)
                 return

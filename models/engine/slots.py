@@ -396,6 +396,13 @@ class SlotManager:
             ),
         )
 
+    def outgrew_kernels(self, state: RequestState) -> bool:
+        """Return whether an error of a request has the cause that `Promotion.outgrew` finds.
+
+        Such a request must leave its slot, and can continue with grammar steps on the host.
+        """
+        return self._promotion.outgrew(state)
+
     def leave(self, state: RequestState, last_replay: int, *, ended_on_device: bool) -> None:
         """Remove a request from its slot.
 

@@ -23,6 +23,7 @@ from test_automata import (
 )
 
 from graft.grammar import GrammarSpec
+from graft.grammar.automaton import device as device_module
 from graft.grammar.automaton.device import table_data
 from graft.sampling.mode import DraftMode
 
@@ -344,8 +345,12 @@ def test_automaton_table_that_cannot_fit_evicts_no_other(device, stream, shape):
 
 
 @pytest.mark.parametrize("in_use", [0, 1])
-def test_automaton_table_evicts_only_tables_in_its_range(device, stream, shape, caplog, in_use):
+def test_automaton_table_evicts_only_tables_in_its_range(
+    device, stream, shape, caplog, in_use, monkeypatch
+):
     """If a table does not fit because other tables have users, no table is evicted.
+
+    The table is then not built again for each request.
 
     Three small tables fill the memory. The large table needs the memory of two adjacent tables, so
     it does not fit while the middle table has a user.
@@ -362,14 +367,19 @@ def test_automaton_table_evicts_only_tables_in_its_range(device, stream, shape, 
     for slot in range(3):
         if not (in_use and slot == 1):
             rig.automata.release(slot)
+    built = []
+    monkeypatch.setattr(device_module, "table_data", lambda *a: built.append(a) or table_data(*a))
     for epoch in range(1, 4):
         assert rig.join(3, epoch, compiled(large).matcher()) == (not in_use)
         rig.automata.release(3)
+    assert len(built) == 1
     counters = rig.automata.counters()
     assert counters["tables"] == (3 if in_use else 2)
     assert counters["tables_evicted"] == (0 if in_use else 2)
     assert counters["tables_refused"] == (3 if in_use else 0)
     assert len(caplog.records) == in_use  # only the first refusal is a warning
+    rig.automata.release(1)
+    assert rig.join(3, 8, compiled(large).matcher())
     if not in_use:
         assert rig.join(
             2, 9, compiled(small[2]).matcher()

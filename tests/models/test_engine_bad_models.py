@@ -109,11 +109,15 @@ def test_engine_reports_drafter_with_nan_logits(tmp_path, caplog, options):
     assert "the drafter had no drafts in 64 consecutive rounds" in record.getMessage()
 
 
-def test_engine_reports_nan_logits(target):
-    """If a weight is NaN, requests with and without a grammar fail with an error about logits."""
+@pytest.mark.parametrize("generation", ["rounds", "graph"])
+def test_engine_reports_nan_logits(target, generation):
+    """If a weight is NaN, requests with and without a grammar fail with an error about logits.
+
+    No request runs a second time.
+    """
     set_nan(target / "model.safetensors", "model.norm.weight")
-    with Engine(target, max_batch_size=2) as engine:
+    with Engine(target, max_batch_size=2, generation=generation) as engine:
         free, guided = engine.generate([Request(tokens=[40], max_tokens=4), *mixed_requests(1)])
     for output in (free, guided):
-        assert output.reason == "error" and not output.tokens
+        assert output.reason == "error" and not output.tokens and not output.preempted
         assert (output.error or "").startswith("the model's logits are NaN or infinite")
