@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cudagraph_util import assert_raises, wait_until_freed
+from cudagraph_util import LIMIT_S, assert_raises, wait_until, wait_until_freed
 
 from graft import native
 from graft.cudagraph import (
@@ -371,7 +371,17 @@ def test_ring_wait_queries_stream_while_it_polls(device: Device, stream: Stream)
     assert not ring.wait(1, 0.05)
     assert queries() == before
     assert not ring.wait(1, 0.05, stream=stream.handle)
-    assert before + 2 <= queries() <= before + 51
+    assert queries() <= before + 51
+    before = queries()
+
+    def publish() -> None:
+        wait_until(lambda: queries() >= before + 2)
+        ring.publish(1)
+
+    writer = threading.Thread(target=publish)
+    writer.start()
+    assert ring.wait(1, LIMIT_S, stream=stream.handle)
+    writer.join()
 
 
 def test_ring_synchronize_waits_for_stamp(device: Device) -> None:

@@ -123,7 +123,7 @@ def test_mailbox_deadline_report_has_stack_of_worker(
         gate.wait(LIMIT_S)
 
     graph = Graph(device, "late")
-    getattr(graph.lane("main"), transport)(slow_work, name="grammar", deadline_s=0.1)
+    getattr(graph.lane("main"), transport)(slow_work, name="grammar", deadline_s=1.0)
     run = graph.instantiate()
     run.launch(stream)
     with pytest.raises(HostWorkError) as caught:

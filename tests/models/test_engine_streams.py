@@ -5,10 +5,12 @@ import logging
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from engine_util import FREE, LONG, drain, mixed_requests, outputs
 
+from graft.models.engine import scheduler as scheduler_module
 from graft.models.engine.scheduler import Scheduler
 from graft.models.errors import EngineError, EngineUseError, RequestError
 from graft.models.request import Request
@@ -277,14 +279,25 @@ def test_chunked_prefill_interleaves_prompts_with_decoding(engine):
         assert "running" in order[begin:end] or end > last
 
 
-def test_engine_timeout_ends_waiting_and_running_requests(engine):
+def test_engine_timeout_ends_waiting_and_running_requests(engine, monkeypatch):
     """A request that times out keeps its output so far. Other requests are not affected."""
-    late = replace(LONG, min_tokens=1000, timeout_s=0.5)  # no early stop
-    found = engine.generate([*([late] * 5), replace(FREE, timeout_s=1000.0)])
-    for output in found[:5]:
+    late = replace(LONG, min_tokens=1000, timeout_s=1000.0)  # no early stop
+    ids = [engine.submit(late) for _ in range(5)]
+    ids.append(engine.submit(replace(FREE, timeout_s=10_000.0)))
+    events = engine.step()
+    while not any(event.tokens for event in events):
+        events += engine.step()
+    first = next(event.id for event in events if event.tokens)
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 2000.0)
+    monkeypatch.setattr(scheduler_module, "time", clock)
+    outputs = {event.id: event.output for event in events if event.finished} | drain(engine)
+    assert outputs.keys() == set(ids)
+    for name in ids[:5]:
+        output = outputs[name]
         assert output.reason == "timeout" and output.error_type == "RequestTimeoutError"
-        assert "0.5 s" in (output.error or "") and len(output.tokens) < 1000
-    assert found[0].tokens and found[5].reason in ("stop", "length")
+        assert "1000.0 s" in output.error and len(output.tokens) < 1000
+    assert outputs[first].tokens and first in ids[:5]
+    assert outputs[ids[5]].reason in ("stop", "length")
 
 
 def test_output_times_are_in_order(engine):

@@ -89,9 +89,9 @@ HUGE = {
 @pytest.mark.parametrize("case", HUGE)
 def test_huge_ptx_module_is_handled_in_seconds(soft, case):
     text = HUGE[case]()
-    start = time.monotonic()
+    start = time.process_time()
     assert load(soft, text) in TYPED
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 # ---- execution of mutants ------------------------------------------------------------------------

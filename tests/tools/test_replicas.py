@@ -13,6 +13,7 @@ import sys
 from contextlib import asynccontextmanager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -20,6 +21,7 @@ import pytest
 from graft.cudagraph.errors import OptionError
 from graft.models.request import Event, Limits, Logprob, Output, Request
 from graft.tools.demo_model import demo_model
+from graft.tools.serve import replicas as replicas_module
 from graft.tools.serve.actors import ReplicaActor, private_folder
 from graft.tools.serve.engine_driver import EngineInfo
 from graft.tools.serve.replicas import SUSPECT_DEATHS, Replicas
@@ -151,6 +153,20 @@ async def fake_replicas(count=2, max_waiting=100, timeout_s=60.0):
         yield replicas, FakeActor.instances, outputs
     finally:
         await replicas.stop()
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """Event loop whose time passes only while no task can run, and then at once."""
+
+    now_s = 1000.0
+
+    def time(self):
+        return self.now_s
+
+    def _run_once(self):
+        if self._scheduled and not self._ready:
+            self.now_s = max(self.now_s, self._scheduled[0].when())
+        super()._run_once()
 
 
 async def receive(stream):
@@ -300,7 +316,7 @@ def test_replicas_refuse_invalid_timeout_without_storing_the_request(timeout_s):
 
 
 @pytest.mark.parametrize("silence_s", [9.0, 0.01])
-def test_replicas_restart_replica_that_does_not_answer(silence_s):
+def test_replicas_restart_replica_that_does_not_answer(monkeypatch, silence_s):
     """If a replica does not answer, it is restarted, and its request restarts on the other one.
 
     In one case, the process of the replica does not answer. In the other case, the process reports
@@ -322,7 +338,10 @@ def test_replicas_restart_replica_that_does_not_answer(silence_s):
             actors[1].generate("a")
             assert (await receive(stream))[0] == list(range(9))
 
-    asyncio.run(run())
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        clock = SimpleNamespace(monotonic=runner.get_loop().time)
+        monkeypatch.setattr(replicas_module, "time", clock)
+        runner.run(run())
 
 
 class LocalActor:
