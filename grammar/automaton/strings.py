@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from graft.grammar.regular.expression import (
     EMPTY,
@@ -23,9 +22,8 @@ from graft.grammar.regular.expression import (
 )
 from graft.grammar.regular.regex import (
     ANY,
+    JSON_CLASSES,
     MAX_COUNT,
-    RUST_CLASSES,
-    Classes,
     NoAutomaton,
     lower_regex,
     lower_search,
@@ -35,10 +33,6 @@ from graft.native import _native
 
 __all__ = ["StringSet", "StringWriter", "matches_name"]
 
-_DIGITS = ((0x30, 0x39),)
-_WORD = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
-#: In patterns of JSON schemas, ``\d`` and ``\w`` match only ASCII characters.
-_CLASSES: Classes = MappingProxyType({**RUST_CLASSES, "d": lambda: _DIGITS, "w": lambda: _WORD})
 #: Letters of the short escapes of JSON strings, by the code of the escaped character.
 _SHORT_ESCAPES = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
 _ESCAPED = [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)]
@@ -89,7 +83,7 @@ def matches_name(pattern: str, name: str) -> bool:
 @functools.lru_cache(_MAX_CACHED)
 def _name_automaton(pattern: str) -> _native.guide.Pattern | None:
     """Return the automaton of the pattern of a JSON schema; None if it matches no text."""
-    found, _ = lower_search(pattern, characters, _CLASSES)
+    found, _ = lower_search(pattern, characters, JSON_CLASSES)
     try:
         return _native.guide.Pattern(found, _MAX_STATES)
     except ValueError as error:
@@ -134,7 +128,7 @@ class StringWriter:
                 parts.append(self._text(pattern))
                 within = True
             elif way == "match":
-                parts.append(lower_regex(pattern, self._one_of, _CLASSES))
+                parts.append(lower_regex(pattern, self._one_of, JSON_CLASSES))
             else:
                 part, fits = self._search(pattern, strings.low, strings.high)
                 parts.append(part)
@@ -164,7 +158,7 @@ class StringWriter:
     def _search(self, pattern: str, low: int, high: int | None) -> tuple[Expression, bool]:
         if not isinstance(pattern, str):
             raise NoAutomaton("a pattern must be a string")
-        return lower_search(pattern, self._one_of, _CLASSES, low, high)
+        return lower_search(pattern, self._one_of, JSON_CLASSES, low, high)
 
     def _length(self, low: int, high: int | None) -> Expression:
         if max(low, high or 0) > MAX_COUNT:

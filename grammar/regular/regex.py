@@ -30,6 +30,7 @@ from graft.grammar.regular.unicode_classes import category_ranges, digit_ranges,
 
 __all__ = [
     "ANY",
+    "JSON_CLASSES",
     "RUST_CLASSES",
     "SPACE",
     "NoAutomaton",
@@ -62,6 +63,10 @@ SPACE: Ranges = (
 #: Functions that return the characters of ``\d``, ``\s`` and ``\w``, by letter.
 Classes = Mapping[str, Callable[[], Ranges]]
 RUST_CLASSES: Classes = MappingProxyType({"d": digit_ranges, "s": lambda: SPACE, "w": word_ranges})
+_DIGITS = ((0x30, 0x39),)
+_WORD = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
+#: In patterns of JSON schemas, ``\d`` and ``\w`` match only ASCII characters.
+JSON_CLASSES: Classes = MappingProxyType({**RUST_CLASSES, "d": lambda: _DIGITS, "w": lambda: _WORD})
 
 _CONTROL_ESCAPES = {"a": "\a", "n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 #: Number of hexadecimal digits of an escape without braces, by letter.

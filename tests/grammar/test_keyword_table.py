@@ -121,10 +121,11 @@ EXAMPLES: list[tuple[Any, ...]] = [
         "a regular expression of ECMA-262",
         {"type": "string", "pattern": "^\\S+\\.[a-z]{2,}$"},
     ),
+    ("pattern", "look-ahead that is not repeated", {"type": "string", "pattern": "^(?!x)"}),
     (
         "pattern",
-        "look-around, back-references, word boundaries",
-        {"type": "string", "pattern": "^(?!x)"},
+        "look-behind, back-references, word boundaries",
+        {"type": "string", "pattern": "x(?<!y)"},
     ),
     (
         "format",
@@ -178,7 +179,8 @@ EXAMPLES: list[tuple[Any, ...]] = [
         "types, values, bounds, required properties, and combinations",
         {"type": "string", "not": {"enum": ["x", "y"]}},
     ),
-    ("not", "patterns, items, formats", {"type": "string", "not": {"pattern": "a+"}}),
+    ("not", "patterns, most formats", {"type": "string", "not": {"pattern": "a+"}}),
+    ("not", "items, some formats", {"type": "string", "not": {"format": "email"}}),
     (
         "if",
         "conditions that have a complement",
@@ -195,7 +197,7 @@ EXAMPLES: list[tuple[Any, ...]] = [
         {
             "type": "object",
             "properties": PAIR,
-            "if": {"properties": {"b": {"pattern": "a+"}}},
+            "if": {"properties": {"b": {"format": "email"}}},
             "then": {"required": ["a"]},
         },
     ),

@@ -58,9 +58,8 @@ VALUES: list[dict[str, Any]] = [
     {"type": "number", "multipleOf": 1e-30},
     {"type": "string", "pattern": "("},
     {"type": "string", "pattern": "[z-a]"},
-    {"type": "string", "pattern": "a$b"},
     {"type": "string", "pattern": r"\bfoo"},
-    {"type": "string", "pattern": "a(?=b)"},
+    {"type": "string", "pattern": "(?:a(?!b))*"},
     {"type": "string", "pattern": r"(a)\1"},
     {"type": "string", "format": "regex"},
     {"type": "string", "format": "idn-email"},
@@ -68,7 +67,7 @@ VALUES: list[dict[str, Any]] = [
     {"type": "array", "uniqueItems": True, "items": STRING},
     {"type": "array", "contains": INTEGER},
     {"type": "array", "contains": INTEGER, "minContains": 2},
-    {"type": "array", "prefixItems": [STRING, {"type": "string", "pattern": "(?=x)"}]},
+    {"type": "array", "prefixItems": [STRING, {"type": "string", "pattern": "(?<=x)"}]},
     {
         "type": "array",
         "unevaluatedItems": False,
@@ -77,20 +76,20 @@ VALUES: list[dict[str, Any]] = [
     # objects
     {"type": "object", "propertyNames": {"format": "date"}},
     {"type": "object", "propertyNames": {"pattern": "("}},
-    {"type": "object", "patternProperties": {"a": STRING, "b": INTEGER}},
-    {"type": "object", "patternProperties": {"(?=a)": INTEGER}, "properties": {"abc": STRING}},
+    {"type": "object", "patternProperties": {"name": STRING, "tags": INTEGER}},
+    {"type": "object", "patternProperties": {"(?<=a)": INTEGER}, "properties": {"abc": STRING}},
     {"type": "object", "minProperties": 3, "properties": {f"p{i}": {} for i in range(20)}},
     {"type": "object", "maxProperties": 3, "properties": {f"p{i}": {} for i in range(20)}},
     {"type": "object", "dependentRequired": {f"p{i}": [f"q{i}"] for i in range(12)}},
-    {"type": "object", "additionalProperties": {"type": "string", "pattern": "^(?!a)"}},
+    {"type": "object", "additionalProperties": {"type": "string", "pattern": "^(?<!a)"}},
     {"unevaluatedProperties": False, "anyOf": [{"properties": {"a": STRING}}, {"required": ["x"]}]},
     # combinations
     {"oneOf": OVERLAPPING},
     {"allOf": [{"oneOf": OVERLAPPING}]},
-    {"oneOf": [{"type": "string", "pattern": "^a"}, {"type": "string", "maxLength": 3}]},
-    {"not": {"pattern": "a"}},
+    {"oneOf": [{"type": "string", "format": "email"}, {"type": "string", "maxLength": 3}]},
+    {"not": {"format": "email"}},
     {"not": {"items": STRING}},
-    {"if": {"pattern": "a"}, "then": {"maxLength": 3}},
+    {"if": {"format": "email"}, "then": {"maxLength": 3}},
     {"allOf": UNIONS},
     {"type": "object", "properties": {"b": STRING, "c": {"allOf": UNIONS}}},
 ]
@@ -111,7 +110,7 @@ DOCUMENTS: list[dict[str, Any]] = [
         # The pattern is refused in a copy of the referenced schema, which has another pointer.
         "properties": {
             "x": {"$ref": "#/properties/y/items"},
-            "y": {"type": "array", "items": {"type": "string", "pattern": "a$b"}},
+            "y": {"type": "array", "items": {"type": "string", "pattern": r"a\bb"}},
         }
     },
     {
@@ -160,7 +159,7 @@ def test_refusal_names_every_cause():
     """Three causes at different places are named, and no two of them suffice."""
     schema = {
         "properties": {
-            "a": {"type": "string", "pattern": "a$b"},
+            "a": {"type": "string", "pattern": r"a\bb"},
             "b": {"items": {"$ref": "other.json"}},
             "c": {"type": "string", "format": "regex"},
         }

@@ -205,19 +205,19 @@ NARROWED: list[tuple[Any, list[Any], list[Any]]] = [
                     "oneOf": [
                         {
                             "required": ["a"],
-                            "properties": {"a": {"type": "string", "pattern": "x+"}},
+                            "properties": {"a": {"type": "array", "items": {"type": "string"}}},
                         },
                         {
                             "required": ["b"],
-                            "properties": {"b": {"type": "string", "pattern": "y+"}},
+                            "properties": {"b": {"type": "array", "items": {"type": "null"}}},
                         },
                     ],
                 },
                 {"type": "object", "required": ["a", "b"]},
             ]
         },
-        [{"a": "x"}, {"b": "y"}],
-        [{}, {"a": "n"}, {"a": "x", "b": "n"}, {"a": "n", "b": "y"}],
+        [{"a": ["x"]}, {"b": [None]}],
+        [{}, {"a": 1}, {"a": ["x"], "b": 1}, {"a": 1, "b": [None]}],
     ),
 ]
 
@@ -270,8 +270,8 @@ def test_one_of_option_is_never_narrowed_to_nothing():
         "type": "object",
         "required": ["a"],
         "oneOf": [
-            {"properties": {"a": {"type": "string", "pattern": "x+"}}, "required": ["a"]},
-            {"properties": {"a": {"type": "string", "pattern": "y+"}}, "required": ["a"]},
+            {"properties": {"a": {"type": "number", "multipleOf": 3}}, "required": ["a"]},
+            {"properties": {"a": {"type": "number", "multipleOf": 5}}, "required": ["a"]},
         ],
     }
     new = rewrite(schema)
@@ -286,7 +286,7 @@ def test_distinct_counts_no_arrays_beyond_the_limit():
 
 def test_negation_raises_for_inexpressible_complements():
     for schema, keyword in [
-        ({"pattern": "a+b"}, "pattern"),
+        ({"pattern": "a.{9}$"}, "pattern"),
         ({"multipleOf": 3}, "multipleOf"),
         ({"items": {"type": "string"}}, "items"),
         ({"type": "integer"}, "type"),

@@ -19,7 +19,14 @@ from graft.grammar.schema.documents import (
 )
 from graft.grammar.schema.reasons import NoExactForm
 from graft.grammar.schema.references import References
-from graft.grammar.schema.rewrite.strings import KNOWN_FORMATS, literals, none_of
+from graft.grammar.schema.rewrite.patterns import complement_of
+from graft.grammar.schema.rewrite.strings import (
+    COMPLEMENTED_FORMATS,
+    HOSTNAME,
+    KNOWN_FORMATS,
+    literals,
+    none_of,
+)
 from graft.grammar.validate import search_pattern
 
 __all__ = ["Negation"]
@@ -179,12 +186,13 @@ class Negation:
         elif keyword in ("maxLength", "maxItems", "maxProperties"):
             yield {"type": _TYPE_OF_KEYWORD[keyword], "min" + keyword[3:]: int(value) + 1}
         elif keyword == "pattern":
-            words = literals(value)
-            if words is None:
-                raise NoExactForm("pattern", f"the complement of {value!r} is not known")
-            yield {"type": "string", "pattern": none_of(words)}
+            yield _other_strings(value)
         elif keyword == "format":
-            if value in KNOWN_FORMATS:
+            if value in COMPLEMENTED_FORMATS:
+                yield _other_strings(COMPLEMENTED_FORMATS[value])
+            elif value == "hostname":
+                yield from self._other_than_hostnames()
+            elif value in KNOWN_FORMATS:
                 raise NoExactForm("format", f"the complement of {value!r} is not known")
         elif keyword == "allOf":
             for part in value:
@@ -205,6 +213,19 @@ class Negation:
             return
         elif _is_assertion(keyword):
             raise NoExactForm(keyword, "its complement cannot be expressed in JSON schema")
+
+    def _other_than_hostnames(self) -> Iterator[Any]:
+        """Yield schemas whose union contains the strings that are no host names.
+
+        From draft 7 on, labels that begin like punycode must be valid punycode.
+        """
+        if self._draft >= 7:
+            error = NoExactForm("format", "the complement of 'hostname' is not known")
+            if self._omitted is None:
+                raise error
+            self._omitted.append(error)
+        yield _other_strings(HOSTNAME)
+        yield {"type": "string", "minLength": 254}
 
     def _other_values(self, values: Any, types: JsonTypes) -> Iterator[Any]:
         """Yield schemas whose union contains all values of the given types except `values`."""
@@ -324,6 +345,13 @@ class Negation:
                 raise
             self._omitted.append(error)
             return False
+
+
+def _other_strings(pattern: str) -> Any:
+    """Return the schema of the strings that a pattern does not match."""
+    words = literals(pattern)
+    other = complement_of(pattern) if words is None else none_of(words)
+    return False if other is None else {"type": "string", "pattern": other}
 
 
 def _is_relevant(keyword: str, types: JsonTypes) -> bool:

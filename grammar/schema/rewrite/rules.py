@@ -28,13 +28,9 @@ from graft.grammar.schema.rewrite.objects import (
     property_count,
     property_names,
 )
+from graft.grammar.schema.rewrite.patterns import plain_pattern
 from graft.grammar.schema.rewrite.rewriter import Rewriter, Rule, Site
-from graft.grammar.schema.rewrite.strings import (
-    FORMATS,
-    HOSTNAME,
-    HOSTNAME_WITHOUT_PUNYCODE,
-    ecma_pattern,
-)
+from graft.grammar.schema.rewrite.strings import FORMATS, HOSTNAME, HOSTNAME_WITHOUT_PUNYCODE
 
 __all__ = ["RULES"]
 
@@ -350,7 +346,12 @@ def _format(rewriter: Rewriter, value: Any, site: Site) -> None:
 
 
 def _pattern(rewriter: Rewriter, value: Any, site: Site) -> None:
-    site.out["pattern"] = ecma_pattern(value)
+    pattern = plain_pattern(value)
+    if pattern is None:
+        others = sorted(site.types - {"string"})
+        site.extra.append({"type": others} if others else False)
+    else:
+        site.out["pattern"] = pattern
 
 
 def _listed_values(rewriter: Rewriter, items: Any) -> list[Any] | None:

@@ -16,10 +16,13 @@ from graft.grammar.schema.documents import word_set
 from graft.grammar.schema.reasons import NoExactForm
 
 __all__ = [
+    "COMPLEMENTED_FORMATS",
     "FORMATS",
     "HOSTNAME",
     "HOSTNAME_WITHOUT_PUNYCODE",
     "KNOWN_FORMATS",
+    "PIECE",
+    "QUANTIFIER",
     "ecma_pattern",
     "literals",
     "none_of",
@@ -36,10 +39,11 @@ _MAX_WORDS = 1000  # maximum number of words that replace a pattern
 ANY = r"[\x00-\U0010FFFF]"
 _SPACE = r"\t-\r \xA0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000\uFEFF"
 _NOT_LINE_END = r"[^\n\r\u2028\u2029]"
-_BOUNDS = re.compile(r"\{\d+(?:,\d*)?\}")
+_BOUNDS = r"\{\d+(?:,\d*)?\}"
+QUANTIFIER = re.compile(rf"[*+?]|{_BOUNDS}")
 #: One piece of a pattern: an escape sequence, a character class, the start of a group, a quantifier
 #: or a single character.
-_PIECE = re.compile(rf"\\.|\[(?:\\.|[^\]\\])*\]|\(\??|[*+?]|{_BOUNDS.pattern}|.", re.DOTALL)
+PIECE = re.compile(rf"\\.|\[(?:\\.|[^\]\\])*\]|\(\??|[*+?]|{_BOUNDS}|.", re.DOTALL)
 
 #: Escape sequences with a letter: those that Rust's regular expressions and ECMA-262 share, and the
 #: escape sequences of code points (`code_point`).
@@ -63,12 +67,15 @@ def _quote_character(char: str) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def ecma_pattern(pattern: str) -> str:
+def ecma_pattern(pattern: str, *, without_nul: bool = True) -> str:
     """Convert an ECMA-262 pattern to the syntax of Rust's regular expressions.
 
     In ECMA-262, but not in Rust's syntax: U+FEFF is white space and U+0085 is not; four characters
     end a line; ``\\cX`` is a control character; ``[``, ``&&``, ``--`` and ``~~`` are literal in a
     character class; ``\\<`` and ``\\>`` are not word boundaries.
+
+    If `without_nul` is True, U+0000 is removed from the classes that LLGuidance would otherwise
+    enforce incorrectly.
 
     Raises
     ------
@@ -92,7 +99,7 @@ def ecma_pattern(pattern: str) -> str:
         if in_class and char == "]":
             in_class = False
             characters = "".join(out[class_start:]) + char
-            out[class_start:] = [_without_nul(characters)]
+            out[class_start:] = [_without_nul(characters) if without_nul else characters]
             at += 1
             continue
         if char == "[" and not in_class:
@@ -112,8 +119,8 @@ def ecma_pattern(pattern: str) -> str:
 def _check_quantifiers(pattern: str) -> None:
     """Raise `NoExactForm` if a quantifier follows another, as in ``a++``."""
     quantifiers = 0
-    for piece in _PIECE.findall(pattern):
-        if piece not in ("*", "+", "?") and not _BOUNDS.fullmatch(piece):
+    for piece in PIECE.findall(pattern):
+        if not QUANTIFIER.fullmatch(piece):
             quantifiers = 0
             continue
         quantifiers += 1
@@ -302,9 +309,7 @@ def _formats() -> dict[str, str]:
     offset = r"(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
     time = rf"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?{offset}"
     date = _dates()
-    byte = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-    v4 = rf"(?:{byte}\.){{3}}{byte}"
-    v6 = _ipv6(v4)
+    v6 = _ipv6(_IPV4)
     pointer = "(?:/(?:[^/~]|~[01])*)*"
     uri, relative = _uri_patterns(v6)
     iri, relative_iri = _uri_patterns(v6, _UCSCHAR, _IPRIVATE)
@@ -371,8 +376,20 @@ _UCSCHAR = r"\xA0-\uD7FF\uF900-\uFDCF\uFDF0-\uFFEF" + "".join(
 )
 _IPRIVATE = r"\uE000-\uF8FF\U000F0000-\U000FFFFD\U00100000-\U0010FFFD"
 
+_IPV4_BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_IPV4 = rf"(?:{_IPV4_BYTE}\.){{3}}{_IPV4_BYTE}"
+#: Formats whose patterns do not match all valid strings.
+_INCOMPLETE = word_set("time date-time uri-template relative-json-pointer")
+
 #: Patterns of the formats that are regular languages.
 FORMATS: dict[str, str] = _formats()
+
+#: Patterns of the formats whose patterns match exactly the valid strings.
+COMPLEMENTED_FORMATS = {
+    **{name: text for name, text in FORMATS.items() if name not in _INCOMPLETE},
+    "ipv4": f"^{_IPV4}$",
+    "uuid": "^[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}$",
+}
 
 #: Pattern of the host names of RFC 1034, which consist of letters, digits and hyphens. JSON schema
 #: drafts before 7 allow no other host names.

@@ -1,0 +1,289 @@
+"""Patterns of JSON schemas as sets of strings, and patterns of their combinations.
+
+ECMA-262 patterns may contain look-ahead, and anchors at any place, which the backends' patterns
+lack. A complement, too, has no notation as a pattern. This module computes equivalent patterns
+without look-ahead.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from graft.grammar.regular.expression import (
+    EMPTY,
+    Expression,
+    both,
+    characters,
+    concat,
+    minus,
+    repeat,
+    union,
+)
+from graft.grammar.regular.pattern_text import matching_pattern
+from graft.grammar.regular.regex import ANY, JSON_CLASSES, NoAutomaton, lower_regex
+from graft.grammar.schema.reasons import NoExactForm
+from graft.grammar.schema.rewrite.strings import PIECE, QUANTIFIER, ecma_pattern
+from graft.native import _native
+
+__all__ = ["complement_of", "disjoint_patterns", "plain_pattern"]
+
+_MAX_NESTING = 20
+_MAX_PATTERNS = 40  # maximum number of patterns that replace patterns with common strings
+_MAX_STATES = 2000  # maximum number of states of an automaton that finds common strings
+_ANY_CHARACTER = characters(ANY)
+_ANY_STRING = repeat(_ANY_CHARACTER, 0, None)
+_NO_STRING = characters([])
+
+
+class _Text(NamedTuple):
+    """A part of a pattern without anchors and look-ahead."""
+
+    pattern: str
+
+
+class _Anchor(NamedTuple):
+    """The start or the end of the string."""
+
+    at_end: bool
+
+
+class _Group(NamedTuple):
+    """A group with an anchor or look-ahead in it."""
+
+    options: list[list[_Part]]
+
+
+class _Look(NamedTuple):
+    """A look-ahead."""
+
+    negative: bool
+    options: list[list[_Part]]
+
+
+_Part = _Text | _Anchor | _Group | _Look
+
+
+def plain_pattern(pattern: str) -> str | None:
+    """Convert an ECMA-262 pattern to a pattern that LLGuidance enforces; see `ecma_pattern`.
+
+    Return None if no string matches the pattern. Raise `NoExactForm` if there is no such pattern.
+    """
+    outside = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "", pattern, flags=re.DOTALL)
+    if "(?" not in outside and "^" not in outside[1:] and "$" not in outside[:-1]:
+        return ecma_pattern(pattern)
+    try:
+        options = _Reader(pattern).read()
+    except NoAutomaton:
+        options = []
+    if not _is_beyond_llguidance(options, True, True):
+        return ecma_pattern(pattern)
+    return _written(pattern, _strings_of(pattern))
+
+
+@functools.lru_cache(maxsize=256)
+def complement_of(pattern: str) -> str | None:
+    """Return a pattern of the strings that a pattern does not match; None if there are none.
+
+    Raise `NoExactForm` if the complement is too complex.
+    """
+    return _written(pattern, minus(_ANY_STRING, _strings_of(pattern)))
+
+
+def disjoint_patterns(patterns: Iterable[str]) -> dict[str, list[str]] | None:
+    """Return patterns without common strings that together match the strings of some patterns.
+
+    The list of a resulting pattern contains the given patterns that match all of its strings; the
+    others match none of them. The result is None if the given patterns have no common strings, or
+    if patterns without common strings are not known.
+    """
+    cells: list[tuple[str, Expression, list[str]]] = []
+    has_common = False
+    try:
+        for pattern in patterns:
+            rest = strings = _strings_of(pattern)
+            new_cells = []
+            for text, cell, matching in cells:
+                common = both(cell, strings)
+                if _is_empty(common):
+                    new_cells.append((text, cell, matching))
+                    continue
+                has_common = True
+                rest = minus(rest, cell)
+                new_cells.append(("", common, [*matching, pattern]))
+                new_cells.append(("", minus(cell, strings), matching))
+            cells = [*new_cells, (pattern if rest is strings else "", rest, [pattern])]
+            if len(cells) > _MAX_PATTERNS:
+                return None
+        if not has_common:
+            return None
+        found = {}
+        for text, cell, matching in cells:
+            written = text or matching_pattern(cell)
+            if written is not None:
+                found[written] = matching
+        return found
+    except (NoAutomaton, NoExactForm):
+        return None
+
+
+def _is_empty(strings: Expression) -> bool:
+    """Return whether an expression matches no string."""
+    try:
+        _native.guide.Pattern(strings, _MAX_STATES)
+    except ValueError as error:
+        if "allows no text" in str(error):
+            return True
+        raise NoAutomaton(str(error)) from None
+    return False
+
+
+def _written(pattern: str, strings: Expression) -> str | None:
+    """Return a pattern of the strings of an expression that was derived from `pattern`.
+
+    Return None if there are no such strings, and raise `NoExactForm` if the pattern is too long.
+    """
+    try:
+        return matching_pattern(strings)
+    except NoAutomaton as error:
+        raise NoExactForm("pattern", f"{pattern!r}: {error}") from None
+
+
+def _is_beyond_llguidance(options: list[list[_Part]], at_start: bool, at_end: bool) -> bool:
+    """Return whether a pattern with these alternatives has look-ahead or anchors inside it.
+
+    `at_start` and `at_end` say whether the alternatives are at the start and the end of a pattern.
+    """
+    for parts in options:
+        for index, part in enumerate(parts):
+            first = at_start and index == 0
+            last = at_end and index == len(parts) - 1
+            if isinstance(part, _Look):
+                return True
+            if isinstance(part, _Anchor) and not (last if part.at_end else first):
+                return True
+            if isinstance(part, _Group) and _is_beyond_llguidance(part.options, first, last):
+                return True
+    return False
+
+
+@functools.lru_cache(maxsize=256)
+def _strings_of(pattern: str) -> Expression:
+    """Return the expression of the strings in which an ECMA-262 pattern matches some part."""
+    reader = _Reader(pattern)
+    try:
+        options = reader.read()
+        found = []
+        for option in options:
+            found.append(_following(option, _ANY_STRING, True))
+            if not (option and option[0] == _Anchor(False)):
+                later = _following(option, _ANY_STRING, False)
+                found.append(concat([repeat(_ANY_CHARACTER, 1, None), later]))
+        return union(found)
+    except NoAutomaton as error:
+        raise NoExactForm("pattern", f"{pattern!r}: {error}") from None
+
+
+def _following(parts: list[_Part], rest: Expression, at_start: bool) -> Expression:
+    """Return the expression of the strings that begin with a match of parts, followed by `rest`.
+
+    If `at_start` is False, other characters precede these strings.
+    """
+    if not parts:
+        return rest
+    part, *others = parts
+    if isinstance(part, _Anchor):
+        following = _following(others, rest, at_start)
+        if part.at_end:
+            return both(following, EMPTY)
+        return following if at_start else _NO_STRING
+    if isinstance(part, _Look):
+        following = _following(others, rest, at_start)
+        looked = union([_following(option, _ANY_STRING, at_start) for option in part.options])
+        return minus(following, looked) if part.negative else both(following, looked)
+    if isinstance(part, _Group):
+        return union([_following([*option, *others], rest, at_start) for option in part.options])
+    text = ecma_pattern(part.pattern, without_nul=False)
+    matched = lower_regex(text, classes=JSON_CLASSES)
+    if at_start and _has_start(others) and not _is_empty(both(matched, EMPTY)):
+        raise NoAutomaton("^ may follow other characters")
+    return concat([matched, _following(others, rest, False)])
+
+
+def _has_start(parts: list[_Part]) -> bool:
+    """Return whether parts contain the start of the string."""
+    for part in parts:
+        if part == _Anchor(False):
+            return True
+        if isinstance(part, _Group | _Look) and any(map(_has_start, part.options)):
+            return True
+    return False
+
+
+class _Reader:
+    """Reads the structure of an ECMA-262 pattern."""
+
+    def __init__(self, pattern: str):
+        self._pieces = PIECE.findall(pattern)
+        self._at = 0
+
+    def read(self) -> list[list[_Part]]:
+        """Return the alternatives of the pattern."""
+        options = self._alternatives(0)
+        if self._at < len(self._pieces):
+            raise NoAutomaton("a parenthesis is not closed")
+        return options
+
+    def _alternatives(self, nesting: int) -> list[list[_Part]]:
+        if nesting > _MAX_NESTING:
+            raise NoAutomaton("groups are nested too deeply")
+        options: list[list[_Part]] = [[]]
+        while self._at < len(self._pieces) and self._pieces[self._at] != ")":
+            piece = self._pieces[self._at]
+            self._at += 1
+            if piece == "|":
+                options.append([])
+            elif piece in ("^", "$"):
+                self._require_no_quantifier()
+                options[-1].append(_Anchor(piece == "$"))
+            elif piece.startswith("("):
+                self._group(piece, nesting, options[-1])
+            else:
+                _append_text(options[-1], piece)
+        return options
+
+    def _group(self, piece: str, nesting: int, parts: list[_Part]) -> None:
+        """Read the rest of a group, whose first piece has been read, and append it to `parts`."""
+        start = self._at - 1
+        kind = self._pieces[self._at] if piece == "(?" and self._at < len(self._pieces) else ""
+        if kind == "<" and self._pieces[self._at + 1 : self._at + 2] in (["="], ["!"]):
+            raise NoAutomaton("look-behind cannot be enforced")
+        self._at += kind in ("=", "!", ":")
+        options = self._alternatives(nesting + 1)
+        if self._at == len(self._pieces):
+            raise NoAutomaton("a parenthesis is not closed")
+        self._at += 1
+        if kind in ("=", "!"):
+            self._require_no_quantifier()
+            parts.append(_Look(kind == "!", options))
+        elif all(isinstance(part, _Text) for option in options for part in option):
+            _append_text(parts, "".join(self._pieces[start : self._at]))
+        elif kind not in ("", ":"):
+            raise NoAutomaton("a named group has an anchor or look-ahead in it")
+        else:
+            self._require_no_quantifier()
+            parts.append(_Group(options))
+
+    def _require_no_quantifier(self) -> None:
+        """Raise `NoAutomaton` if a quantifier follows."""
+        if self._at < len(self._pieces) and QUANTIFIER.fullmatch(self._pieces[self._at]):
+            raise NoAutomaton("an anchor or look-ahead is repeated")
+
+
+def _append_text(parts: list[_Part], text: str) -> None:
+    if parts and isinstance(parts[-1], _Text):
+        parts[-1] = _Text(parts[-1].pattern + text)
+    else:
+        parts.append(_Text(text))
