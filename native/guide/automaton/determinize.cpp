@@ -82,6 +82,7 @@ class Determinizer {
     known_.assign(nfa_.states.size(), Machine::kDead);
     entries_of_rule_.resize(nfa_.rules.size());
     exits_of_rule_.resize(nfa_.rules.size());
+    out_.next_.reserve(std::min(nfa_.states.size(), at(max_states_)) * at(out_.num_classes_));
     state_of({nfa_.rules[0].start});
     for (int32_t state = 0; state < sets_.size(); ++state) add_transitions(state);
     for (std::vector<Machine::Return>& returns : returns_) {
@@ -118,13 +119,15 @@ class Determinizer {
       begins[high + 1u] = true;
     };
     for (const Nfa::State& state : nfa_.states) {
-      if (!state.live || state.next == Nfa::kNone) continue;
-      if (state.call == Nfa::kNone) {
-        separate(state.low, state.high);
-      } else {
+      if (!state.live) continue;
+      if (state.call != Nfa::kNone) {
         const Nfa::Brackets& rule = nfa_.rules[at(state.call)];
         separate(rule.open, rule.open);
         separate(rule.close, rule.close);
+      }
+      for (int32_t e = state.edge; e != Nfa::kNone; e = nfa_.byte_edges[at(e)].next) {
+        const Nfa::ByteEdge& edge = nfa_.byte_edges[at(e)];
+        if (nfa_.states[at(edge.to)].live) separate(edge.low, edge.high);
       }
     }
     int32_t index = 0;
@@ -168,7 +171,9 @@ class Determinizer {
       const int32_t index = pending_.back();
       pending_.pop_back();
       const Nfa::State& state = nfa_.states[at(index)];
-      if (state.next != Nfa::kNone || state.ends != Nfa::kNone) set_.push_back(index);
+      if (state.edge != Nfa::kNone || state.call != Nfa::kNone || state.ends != Nfa::kNone) {
+        set_.push_back(index);
+      }
       for (int32_t e = free_begins_[at(index)]; e < free_begins_[at(index) + 1]; ++e) {
         visit(free_targets_[at(e)]);
       }
@@ -205,24 +210,35 @@ class Determinizer {
     for (const int32_t* index = sets_.begin(state); index != sets_.end(state); ++index) {
       const Nfa::State& from = nfa_.states[at(*index)];
       if (from.ends > 0) endings_.emplace_back(nfa_.rules[at(from.ends)].close, from.ends);
-      if (from.next == Nfa::kNone) continue;
       if (from.call != Nfa::kNone) {
         calls_.push_back({nfa_.rules[at(from.call)].open, from.call, from.next});
-      } else if (nfa_.states[at(from.next)].live) {
-        edges_.push_back({out_.classes_[from.low], out_.classes_[from.high], from.next});
+      }
+      for (int32_t e = from.edge; e != Nfa::kNone; e = nfa_.byte_edges[at(e)].next) {
+        const Nfa::ByteEdge& edge = nfa_.byte_edges[at(e)];
+        if (!nfa_.states[at(edge.to)].live) continue;
+        edges_.push_back({out_.classes_[edge.low], out_.classes_[edge.high], edge.to});
       }
     }
-    row_.assign(at(out_.num_classes_), Machine::kDead);
+    out_.next_.resize(out_.next_.size() + at(out_.num_classes_), Machine::kDead);
+    row_ = out_.next_.data() + out_.next_.size() - at(out_.num_classes_);
     add_edges();
     add_pushes();
     add_pops();
-    out_.next_.insert(out_.next_.end(), row_.begin(), row_.end());
   }
 
   // Adds the transitions of the edges. Neighbouring classes with the same targets form a segment,
   // and state_of() is called once per segment.
   void add_edges() {
     const int32_t classes = out_.num_classes_;
+    if (edges_.size() <= 1) {  // most states, for example those within a property name
+      for (const Edge& edge : edges_) {
+        work_.count(1);
+        target_.assign(1, edge.target);
+        std::fill(row_ + edge.low, row_ + edge.high + 1, state_of(target_));
+      }
+      work_.count(classes / 8 + 1);
+      return;
+    }
     segment_of_.assign(at(classes) + 1, 0);
     for (const Edge& edge : edges_) {
       segment_of_[at(edge.low)] = 1;
@@ -243,7 +259,7 @@ class Determinizer {
       const int32_t segment = segment_of_[at(first)];
       const std::vector<int32_t>& targets = targets_[at(segment)];
       const int16_t next = targets.empty() ? Machine::kDead : state_of(targets);
-      for (; first < classes && segment_of_[at(first)] == segment; ++first) row_[at(first)] = next;
+      for (; first < classes && segment_of_[at(first)] == segment; ++first) row_[first] = next;
     }
   }
 
@@ -360,7 +376,8 @@ class Determinizer {
   std::vector<Edge> edges_;
   std::vector<Call> calls_;
   std::vector<std::pair<uint8_t, int32_t>> endings_;  // closing byte and rule
-  std::vector<int16_t> row_;                          // transitions of the state
+  int16_t* row_ = nullptr;                            // transitions of the state
+  std::vector<int32_t> target_;                       // target of the state's only edge
   std::vector<int32_t> segment_of_;                   // by class
   std::vector<std::vector<int32_t>> targets_;         // by segment
   std::vector<int32_t> content_;

@@ -51,7 +51,9 @@ std::string Machine::serialize() const {
                       num_exits_,
                       static_cast<int32_t>(actions_.size()),
                       static_cast<int32_t>(returns_.size())};
-  std::string data(reinterpret_cast<const char*>(&header), sizeof(header));
+  std::string data;
+  data.reserve(sizeof(header) + nbytes());
+  data.append(reinterpret_cast<const char*>(&header), sizeof(header));
   append(&data, returns_begin_);
   append(&data, next_);
   append(&data, actions_);

@@ -2,8 +2,8 @@
 #include "guide/automaton/nfa.h"
 
 #include <algorithm>
-#include <map>
 #include <numeric>
+#include <unordered_map>
 #include <utility>
 
 #include "guide/automaton/machine.h"
@@ -47,20 +47,12 @@ void Nfa::connect(int32_t from, int32_t to) {
   states[at(from)].free = static_cast<int32_t>(free_edges.size()) - 1;
 }
 
-// Adds an edge that reads a byte and returns its target. A state has only one such edge, so the
-// edge may begin at a new state. If `to` is kNone, the target is a new state.
-int32_t Nfa::add_byte_edge(int32_t from, ByteRange range, int32_t to) {
-  if (states[at(from)].next != kNone) {
-    const int32_t begin = add_state();
-    connect(from, begin);
-    from = begin;
+void Nfa::add_byte_edge(int32_t from, ByteRange range, int32_t to) {
+  if (static_cast<int32_t>(byte_edges.size()) >= max_states_) {
+    throw std::length_error("automaton: expression is too large");
   }
-  if (to == kNone) to = add_state();
-  State& state = states[at(from)];
-  state.low = range.low;
-  state.high = range.high;
-  state.next = to;
-  return to;
+  byte_edges.push_back({range.low, range.high, to, states[at(from)].edge});
+  states[at(from)].edge = static_cast<int32_t>(byte_edges.size()) - 1;
 }
 
 int32_t Nfa::emit(const ExpressionTree& tree, int32_t index, int32_t from) {
@@ -230,21 +222,33 @@ int32_t Nfa::emit_product(const ExpressionTree& tree, const ExpressionTree::Node
   const bool second_has_text = determinized(1, &second);
   if (!first_has_text || (!second_has_text && node.op == Op::kBoth)) return end;
 
-  using Pair = std::pair<int32_t, int32_t>;  // states of both automata; kDead: in no state
-  std::map<Pair, int32_t> numbers;           // states of this automaton
-  std::vector<Pair> pairs;
+  // Neither automaton distinguishes the bytes between two of these limits.
+  std::vector<int> limits;
+  for (int byte = 0; byte < 256; ++byte) {
+    const size_t i = at(byte);
+    if (byte == 0 || first.classes()[i] != first.classes()[i - 1] ||
+        second.classes()[i] != second.classes()[i - 1]) {
+      limits.push_back(byte);
+    }
+  }
+  limits.push_back(256);
+
+  using Pair = std::pair<int32_t, int32_t>;       // states of both automata; kDead: in no state
+  std::unordered_map<uint64_t, int32_t> numbers;  // states of this automaton by pair
+  std::vector<std::pair<Pair, int32_t>> pending;  // all pairs with their numbers
   const auto state_of = [&](Pair pair) {
-    const auto [found, is_new] = numbers.try_emplace(pair, 0);
+    const uint64_t key =
+        uint64_t{static_cast<uint32_t>(pair.first)} << 32 | static_cast<uint32_t>(pair.second);
+    const auto [found, is_new] = numbers.try_emplace(key, 0);
     if (is_new) {
       found->second = add_state();
-      pairs.push_back(pair);
+      pending.emplace_back(pair, found->second);
     }
     return found->second;
   };
   connect(from, state_of({0, second_has_text ? 0 : Machine::kDead}));
-  for (size_t i = 0; i < pairs.size(); ++i) {
-    const Pair pair = pairs[i];
-    const int32_t state = numbers[pair];
+  for (size_t i = 0; i < pending.size(); ++i) {
+    const auto [pair, state] = pending[i];
     const bool accepts = pair.second != Machine::kDead && second.accepting(pair.second);
     if (first.accepting(pair.first) && accepts == (node.op == Op::kBoth)) connect(state, end);
     const auto target_of = [&](int byte) -> Pair {
@@ -252,17 +256,18 @@ int32_t Nfa::emit_product(const ExpressionTree& tree, const ExpressionTree::Node
       return {first.next(pair.first, value),
               pair.second == Machine::kDead ? Machine::kDead : second.next(pair.second, value)};
     };
+    work_->count(256);
     Pair target = target_of(0);
-    for (int low = 0; low < 256;) {
-      int high = low;
+    for (size_t low = 0; low + 1 < limits.size();) {
+      size_t high = low;
       Pair following;
-      while (++high < 256 && (following = target_of(high)) == target) {
+      while (++high + 1 < limits.size() && (following = target_of(limits[high])) == target) {
       }
-      work_->count(high - low);
       const bool dead = target.first == Machine::kDead ||
                         (target.second == Machine::kDead && node.op == Op::kBoth);
       if (!dead) {
-        add_byte_edge(state, {static_cast<uint8_t>(low), static_cast<uint8_t>(high - 1)},
+        add_byte_edge(state,
+                      {static_cast<uint8_t>(limits[low]), static_cast<uint8_t>(limits[high] - 1)},
                       state_of(target));
       }
       low = high;
@@ -288,7 +293,10 @@ void Nfa::find_live_states() {
   std::vector<int32_t> pending;
   const auto for_each_edge = [&](auto visit) {
     for (size_t i = 0; i < count; ++i) {
-      if (states[i].next != kNone) visit(static_cast<int32_t>(i), states[i].next);
+      if (states[i].call != kNone) visit(static_cast<int32_t>(i), states[i].next);
+      for (int32_t e = states[i].edge; e != kNone; e = byte_edges[at(e)].next) {
+        visit(static_cast<int32_t>(i), byte_edges[at(e)].to);
+      }
       for (int32_t e = states[i].free; e != kNone; e = free_edges[at(e)].next) {
         visit(static_cast<int32_t>(i), free_edges[at(e)].to);
       }
