@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from typing import Any
+from urllib.parse import urldefrag, urljoin
 
 from graft.grammar.schema.documents import SchemaObject, subschemas
 from graft.grammar.schema.llguidance_options import OPTIONS, with_options
 from graft.grammar.schema.name_spelling import with_one_spelling
 from graft.grammar.schema.reasons import Reason
+from graft.grammar.schema.references import References
 from graft.grammar.spec import Whitespace, json_text
 
 __all__ = [
@@ -46,6 +48,8 @@ _KEYWORD_OF = (
     (r"oneOf", "oneOf"),
     (r"min/maxProperties", "minProperties"),
 )
+#: LLGuidance's error for a reference to a document that it does not have.
+_MISSING_RESOURCE = re.compile("Resource '.*' is not present")
 #: LLGuidance's error for an assertion in a regular expression, such as an anchor.
 _ASSERTION = re.compile(r"lookarounds not supported yet; (\w+) in regex (/.*/)", re.DOTALL)
 
@@ -97,7 +101,28 @@ def schema_error(schema: Any, *, lenient: bool = False) -> str:
     options = {"whitespace_flexible": False, "lenient": lenient, "coerce_one_of": lenient}
     text = json.dumps({**document, OPTIONS: {**document.get(OPTIONS, {}), **options}})
     limits = _SMALL_LIMITS if lenient else _LIMITS
-    return _first_error(*validate(schema_grammar(text), limits))
+    error = _first_error(*validate(schema_grammar(text), limits))
+    return _name_first_resource(document, error) if _MISSING_RESOURCE.match(error) else error
+
+
+def _name_first_resource(document: SchemaObject, error: str) -> str:
+    """Return the error about the first document to which a schema refers and that is missing.
+
+    If several documents are missing, LLGuidance names an arbitrary one, another one in each call.
+    """
+    references = References(document)
+    if references.nested:
+        return error
+    for _, part in subschemas(document):
+        reference = part.get("$ref")
+        if not isinstance(reference, str) or references.pointer(reference) is not None:
+            continue
+        resource = urldefrag(urljoin(references.base, reference)).url
+        text = json.dumps({"$ref": resource})
+        first_error = _first_error(*validate(schema_grammar(text)))
+        if _MISSING_RESOURCE.match(first_error):
+            return first_error
+    return error
 
 
 def lark_error(rules: str) -> str:

@@ -24,15 +24,15 @@ def pointer_steps(pointer: str) -> list[str]:
 class References:
     """Local references of one schema document.
 
-    The attribute `nested` is True if a subschema has a base URI of its own. No reference of the
-    document is then treated as local, because references inside the subschema may be relative to
-    that URI.
+    The attribute `base` is the document's base URI, or empty. The attribute `nested` is True if a
+    subschema has a base URI of its own. No reference of the document is then treated as local,
+    because references inside the subschema may be relative to that URI.
     """
 
     def __init__(self, root: Any):
         self._root = root
         base = root.get("$id", root.get("id")) if isinstance(root, dict) else None
-        self._base = base.rstrip("#") if isinstance(base, str) else ""
+        self.base = base.rstrip("#") if isinstance(base, str) else ""
 
     @functools.cached_property
     def nested(self) -> bool:
@@ -45,8 +45,8 @@ class References:
         """
         if not isinstance(reference, str) or self.nested:
             return None
-        if self._base and reference.startswith(self._base + "#"):
-            reference = reference[len(self._base) :]
+        if self.base and reference.startswith(self.base + "#"):
+            reference = reference[len(self.base) :]
         if reference == "#" or reference.startswith("#/"):
             return reference[1:]
         return None

@@ -186,6 +186,8 @@ class _Search:
         """
         for place in candidates:
             value = self._values[place]
+            if isinstance(value, str) and place.keyword == "$ref":
+                value = value.partition("#")[0]  # an error about a missing document names only it
             if not isinstance(value, str) or not value or value not in error:
                 continue
             new_error = self._error([*removed, place])

@@ -33,7 +33,7 @@ def impossible_definitions(document: SchemaObject) -> frozenset[str]:
     """
     references = References(document)
     reached: set[str] = set()
-    pending = list(_targets(document, references))
+    pending = _targets(document, references)
     while pending and len(reached) < _MAX_DEFINITIONS:
         pointer = pending.pop()
         if pointer not in reached:
@@ -83,15 +83,15 @@ def _is_unsatisfiable(schema: SchemaObject) -> bool:
     return schema_error(schema).startswith("Unsatisfiable")
 
 
-def _targets(part: Any, references: References) -> set[str]:
-    """Return the JSON pointers of the targets of a schema's references.
+def _targets(part: Any, references: References) -> list[str]:
+    """Return the JSON pointers of the targets of a schema's references, in order.
 
     The references in the definitions of the schema do not count.
     """
     if not isinstance(part, dict):
-        return set()
+        return []
     body = {key: value for key, value in part.items() if key not in ("$defs", "definitions")}
-    found = set()
+    found = []
     for _, inner in subschemas(body):
         pointer = references.pointer(inner.get("$ref"))
         if pointer is None:
@@ -100,5 +100,5 @@ def _targets(part: Any, references: References) -> set[str]:
             references.resolve(inner["$ref"])
         except NoExactForm:
             continue
-        found.add(pointer)
+        found.append(pointer)
     return found

@@ -199,3 +199,16 @@ def test_refusal_of_large_schema_names_limit():
 def test_refusal_of_regex_names_cause(pattern: str, message: str):
     with pytest.raises(GrammarError, match=message):
         GrammarSpec.regex(pattern).check()
+
+
+@pytest.mark.parametrize("base", [{}, {"$id": "https://example.com/schemas/root.json"}])
+def test_missing_documents_are_named_in_order(base):
+    """The message is the same in each call: it names the first missing documents of the schema."""
+    names = [f"part-{letter}.json" for letter in "hgfedcba"]
+    references = {name: {"$ref": f"{name}#/$defs/x"} for name in names}
+    known = {"$ref": DRAFT_7}
+    schema = {**base, "properties": {"known": known, **references}, "type": "object"}
+    with pytest.raises(GrammarError) as caught:
+        GrammarSpec.json_schema(schema).check()
+    found = re.findall(r"#/properties/(\S+): \$ref", str(caught.value))
+    assert found == names[:5]
