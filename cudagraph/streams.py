@@ -10,7 +10,14 @@ from __future__ import annotations
 import warnings
 
 from graft.cudagraph.driver.context import Context, wait_streams
-from graft.cudagraph.driver.driver import call, check_code, cu, is_ready, prepare_driver_call
+from graft.cudagraph.driver.driver import (
+    call,
+    check_code,
+    check_timeout,
+    cu,
+    is_ready,
+    prepare_driver_call,
+)
 from graft.cudagraph.driver.handles import StreamLike, stream_handle
 from graft.cudagraph.driver.held import drop_finished
 from graft.cudagraph.driver.stacks import describe_running
@@ -156,6 +163,7 @@ class Event:
 
         DeadlineError is raised if it does not finish within ``timeout_s`` seconds.
         """
+        check_timeout(timeout_s)
         prepare_driver_call("cuEventQuery")
         finished, code = _native.wait_event(self.handle, timeout_s)
         if not finished:

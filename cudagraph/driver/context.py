@@ -14,6 +14,7 @@ from graft.cudagraph.driver.driver import (
     call,
     check,
     check_code,
+    check_timeout,
     cu,
     is_context_retained,
     prepare_driver_call,
@@ -153,6 +154,7 @@ def wait_streams(handles: list[int], timeout_s: float | None, subject: str) -> N
     Ctrl-C interrupts the wait. DeadlineError is raised if a stream is still busy after
     ``timeout_s`` seconds; `subject` names the streams in the message.
     """
+    check_timeout(timeout_s)
     prepare_driver_call("cuStreamQuery")
     finished, code = _native.wait_streams(handles, timeout_s)
     if not finished:

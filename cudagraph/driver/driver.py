@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 from cuda.bindings import driver as cu
 
-from graft.cudagraph.errors import DeviceError
+from graft.cudagraph.errors import DeviceError, OptionError
 from graft.native import _native
 
 #: Result of cuStreamQuery and cuEventQuery while work is pending.
 NOT_READY = 600
+
+#: Maximum value of the arguments `timeout_s`, in seconds.
+MAX_TIMEOUT_S = 1e9
 
 _context: Any = None
 _forked = False
@@ -115,6 +119,18 @@ def check(api: str, results: tuple) -> Any:
     if not values:
         return None
     return values[0] if len(values) == 1 else values
+
+
+def check_timeout(timeout_s: object) -> None:
+    """Raise OptionError unless `timeout_s` is None or a number of seconds up to MAX_TIMEOUT_S."""
+    if timeout_s is None:
+        return
+    is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 <= timeout_s <= MAX_TIMEOUT_S:  # type: ignore[operator]
+        raise OptionError(
+            f"timeout_s must be None or a number of seconds from 0 to {MAX_TIMEOUT_S:g}, "
+            f"not {timeout_s!r:.40}"
+        )
 
 
 def check_code(api: str, code: int) -> None:

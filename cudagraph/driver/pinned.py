@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from graft.cudagraph.driver.context import Context
-from graft.cudagraph.driver.driver import prepare_driver_call
+from graft.cudagraph.driver.driver import check_timeout, prepare_driver_call
 from graft.cudagraph.driver.dtypes import ctypes_type, dtype_name, itemsize, numpy_dtype
 from graft.cudagraph.driver.handles import StreamLike, stream_handle
 from graft.cudagraph.driver.memory import PinnedArray, check_shape
@@ -256,6 +256,7 @@ class Ring(PinnedSlots):
         then queries it every millisecond, because platforms such as WSL2 may pass the device's
         stores to host memory on only when the driver is called.
         """
+        check_timeout(timeout_s)
         handle = 0
         if stream is not None:
             handle = stream_handle(stream, "Ring.wait()")

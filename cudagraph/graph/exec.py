@@ -8,7 +8,14 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
-from graft.cudagraph.driver.driver import NOT_READY, call, check_code, cu, prepare_driver_call
+from graft.cudagraph.driver.driver import (
+    NOT_READY,
+    call,
+    check_code,
+    check_timeout,
+    cu,
+    prepare_driver_call,
+)
 from graft.cudagraph.driver.handles import StreamLike, stream_handle
 from graft.cudagraph.driver.memory import PinnedArray
 from graft.cudagraph.driver.stacks import describe_running
@@ -274,6 +281,7 @@ class GraphExec:
         Unlike :meth:`synchronize`, this method does not raise the errors of host steps.
         """
         self._check_open()
+        check_timeout(timeout_s)
         prepare_driver_call("cuEventQuery")
         finished, code = self._native.wait(timeout_s)
         if finished:

@@ -290,6 +290,13 @@ CASES: list[Case] = [
     ("generator", OptionError, "would never run", bind(python_work, generator)),
     ("async-generator", OptionError, "would never run", bind(python_work, asynchronous_generator)),
     ("async-callable", OptionError, "would never run", bind(python_work, AsynchronousCallable())),
+    # timeouts
+    ("stream-timeout", OptionError, "not 'x'", lambda o: o.stream.synchronize("x")),
+    ("stream-timeout-nan", OptionError, "not nan", lambda o: o.stream.synchronize(float("nan"))),
+    ("stream-timeout-bool", OptionError, "not True", lambda o: o.stream.synchronize(True)),
+    ("event-timeout", OptionError, "not -1", lambda o: o.device.event().synchronize(-1)),
+    ("exec-timeout", OptionError, "not '1'", lambda o: o.graph.instantiate().synchronize("1")),
+    ("exec-timeout-large", OptionError, "not 10", lambda o: o.graph.instantiate().wait(10**400)),
     # mailboxes
     ("deadline-zero", OptionError, "deadline_s", bind(mailbox, {"deadline_s": 0.0})),
     ("deadline-inf", OptionError, "deadline_s", bind(mailbox, {"deadline_s": float("inf")})),

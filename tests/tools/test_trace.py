@@ -219,6 +219,13 @@ def test_record_counts_spans_beyond_capacity(soft, stream):
     graph.close()
 
 
+def test_record_rejects_graphs_that_are_not_given_by_executable(soft):
+    graph = Graph(soft, "small")
+    context = record(soft, {graph: graph.instantiate()})
+    with graph, pytest.raises(OptionError, match="needs graphs by executable"), context:
+        pass
+
+
 def test_clock_offset_is_within_its_error(device):
     """The measured offset is 0 within its error, because the soft device uses the host's clock."""
     offset_ns, error_ns = clock_offset(device)

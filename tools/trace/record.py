@@ -22,6 +22,7 @@ from graft.cudagraph.driver.chooser import soft_library
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph.graph import Graph, GraphExec
 from graft.cudagraph.graph.nodes import Contents, Node
+from graft.sampling.checks import check_integer
 
 #: Kinds of nodes that run or await host steps.
 HOST_KINDS = ("host", "request", "wait")
@@ -280,6 +281,13 @@ def record(
     """
     if device.kind != "soft":
         raise OptionError("the driver of CUDA hardware does not report when a node runs")
+    for executable, graph in watched.items():
+        if not isinstance(executable, GraphExec) or not isinstance(graph, Graph):
+            raise OptionError(
+                f"record() needs graphs by executable, such as {{run: graph}}, not a {graph!r} "
+                f"for {executable!r}"
+            )
+    check_integer("capacity", capacity, 1, 2**40)
     trace = Trace(device.describe())
     library = ctypes.CDLL(str(soft_library()))
     library.softcuda_trace_read.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
