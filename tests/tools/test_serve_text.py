@@ -28,7 +28,7 @@ def client(tmp_path_factory):
             openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
         ):
             yield client
-        assert sum(engine.stats.accepted) > 50
+        assert sum(engine.stats.accepted) > 0
 
 
 @pytest.mark.parametrize("start", range(1, 5))
