@@ -44,6 +44,8 @@ _MAX_PUSHES = _NUMBERS["AUTOMATON_PUSHES"]
 #: if another byte does so in its automaton.
 _OPENING_BYTES = b"[{"
 _CLOSING_BYTES = b"]}"
+_POP = _NUMBERS["ACTION_POP"]
+_NO_LIMIT = _NUMBERS["NO_LIMIT"]
 #: dtype of ``struct AutomatonSlot`` in kernels/automaton.cuh, which documents its fields.
 AUTOMATON_SLOT = read_struct(_HEADER, "AutomatonSlot")
 _REQUEST = read_struct(_HEADER, "AutomatonRequest")
@@ -200,6 +202,10 @@ class DeviceAutomata:
         self._offsets = self._device.from_host(offsets)
         self._bytes = self._device.from_host(text)
         self._num_tokens = len(lengths)
+        # Upper bound of the number of characters whose last byte is in a token. One character may
+        # have begun before the token.
+        begun = np.concatenate([np.zeros(1, np.int32), np.cumsum(text & 0xC0 != 0x80)])
+        self._most_characters = 1 + int(np.diff(begun[offsets]).max(initial=0))
 
     def _allocate_cache(self, row_bytes: int) -> None:
         words = self._exchange.layout["words"].item()
@@ -275,6 +281,7 @@ class DeviceAutomata:
         record["num_stop_ids"] = len(matcher.stop_ids)
         record["stop_ids"][: len(matcher.stop_ids)] = matcher.stop_ids
         record["state"] = matcher.native.state
+        record["count"] = matcher.native.count
         record["depth"] = len(stack)
         record["stack"][: len(stack)] = stack
         lane.kernel(
@@ -348,7 +355,7 @@ class DeviceAutomata:
             if not _has_json_brackets(arrays):
                 self._refused_sizes[matcher.compiled] = 0
                 return None
-            data = table_data(arrays, self._most_pushes)
+            data = table_data(arrays, self._most_pushes, self._most_characters)
             offset = self._allocate(lane, len(data))
             if offset is None:
                 self._refuse(matcher, len(data))
@@ -550,26 +557,30 @@ def _has_json_brackets(arrays: Mapping[str, NDArray]) -> bool:
     states, byte_classes = np.nonzero(following < -1)
     entries = actions[-2 - following[states, byte_classes], 0]
     pushing = np.isin(classes, byte_classes[entries >= 0])
-    popping = np.isin(classes, byte_classes[entries < 0])
+    popping = np.isin(classes, byte_classes[entries == _POP])
     return {*np.flatnonzero(pushing)} <= {*_OPENING_BYTES} and (
         {*np.flatnonzero(popping)} <= {*_CLOSING_BYTES}
     )
 
 
-def table_data(arrays: Mapping[str, NDArray], most_pushes: int) -> NDArray[np.uint8]:
+def table_data(
+    arrays: Mapping[str, NDArray], most_pushes: int, most_characters: int
+) -> NDArray[np.uint8]:
     """Convert an automaton to the device's table (``struct AutomatonTable``).
 
-    `arrays` are those of ``AutomatonGrammar.table()``. `most_pushes` is the maximum number of
-    entries that a token of the vocabulary can push.
+    `arrays` are those of ``AutomatonGrammar.table()``. A token of the vocabulary can push at most
+    `most_pushes` entries, and contains the last bytes of at most `most_characters` characters.
     """
     states, classes = arrays["next"].shape
+    limits = arrays["limits"]
     largest_step = int(arrays["distance"].max())
     largest_step += most_pushes * int(arrays["cost"].max(initial=0))
     header = np.zeros((), _TABLE)
     header["states"], header["classes"] = states, classes
     header["entries"] = len(arrays["cost"])
     header["actions"], header["returns"] = len(arrays["actions"]), len(arrays["returns"])
-    header["pops"] = (arrays["actions"][:, 0] < 0).any()
+    header["counts"] = len(arrays["counts"])
+    header["pops"] = (arrays["actions"][:, 0] == _POP).any()
     header["largest_step"] = min(largest_step, np.iinfo(np.int32).max)
     parts = [
         header[None],
@@ -578,6 +589,8 @@ def table_data(arrays: Mapping[str, NDArray], most_pushes: int) -> NDArray[np.ui
         arrays["distance"],
         arrays["cost"],
         arrays["returns_begin"],
+        arrays["counts"],
+        np.where(limits == _NO_LIMIT, limits, limits - most_characters),
         arrays["next"],
         arrays["actions"],
         arrays["returns"],

@@ -42,8 +42,8 @@ __all__ = [
 #: Maximum nesting of groups.
 MAX_NESTING = 100
 
-#: Maximum count of a repetition such as ``{1000}``.
-MAX_COUNT = 4096
+#: Maximum count of a repetition such as ``{1000}``. Native code limits the size of automata.
+MAX_COUNT = 1 << 30
 
 #: All characters.
 ANY: Ranges = ((0, MAX_CHARACTER),)

@@ -387,7 +387,7 @@ def test_expression_without_texts_raises():
 def test_invalid_serialized_automaton_raises():
     data = compile_automaton(resolve_spec(GrammarSpec.regex("ab"), "llguidance"))
     memory = _native.guide.RowMemory(1 << 20)
-    for broken in (b"", data[:-1], data + b"x", data[:24] + b"\xff" * (len(data) - 24)):
+    for broken in (b"", data[:-1], data + b"x", data[:28] + b"\xff" * (len(data) - 28)):
         with pytest.raises(RuntimeError, match="invalid data"):
             _native.guide.AutomatonGrammar(broken, BACKEND._trie, memory)
 

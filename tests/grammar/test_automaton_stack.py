@@ -30,6 +30,8 @@ from graft.native import _native
 STOP = 0
 MAX_STATES = 2048
 FAR = (2**31 - 1) // 4
+#: Values in the column of entries of an automaton's actions.
+COUNT, RESET = -2, -3
 COMMA = text(",")
 ALPHABET = 'ab,"é'
 
@@ -59,8 +61,8 @@ def rule(brackets, expression):
     return ord(brackets[0]), ord(brackets[1]), expression
 
 
-def compile_rules(rules, max_states=MAX_STATES):
-    return _native.guide.compile_automaton(rules, max_states)
+def compile_rules(rules, max_states=MAX_STATES, **options):
+    return _native.guide.compile_automaton(rules, max_states, **options)
 
 
 def load(data, trie=TRIE, row_bytes=1 << 20):
@@ -109,9 +111,13 @@ def random_expression(generator, depth, num_rules):
             return call(generator.randint(1, num_rules - 1))
         if generator.random() < 0.1:
             return generator.choice([EMPTY, characters([])])
+        leaf = text("".join(generator.choices(ALPHABET, k=generator.randint(1, 3))))
         if generator.random() < 0.3:
-            return characters([(0x61, 0x62), (0xE8, 0xEA)])
-        return text("".join(generator.choices(ALPHABET, k=generator.randint(1, 3))))
+            leaf = characters([(0x61, 0x62), (0xE8, 0xEA)])
+        if generator.random() < 0.2:
+            low = generator.randint(0, 2)
+            leaf = repeat(leaf, low, low + generator.randint(1, 8))
+        return leaf
     if kind < 0.5:
         return concat([part() for _ in range(generator.randint(1, 3))])
     if kind < 0.75:
@@ -140,12 +146,15 @@ def random_rules(seed):
     return rules
 
 
-def random_grammars(seeds):
-    """Yield random rules whose grammars have a text, and the serialized automata."""
+def random_grammars(seeds, **options):
+    """Yield random rules whose grammars have a text, and the serialized automata.
+
+    `options` are those of ``compile_automaton``.
+    """
     for seed in seeds:
         rules = random_rules(seed)
         try:
-            yield rules, compile_rules(rules)
+            yield rules, compile_rules(rules, **options)
         except ValueError as error:
             if "allows no text" in str(error):
                 assert RuleMatcher(rules).legal(RuleMatcher(rules).start) == (set(), False)
@@ -163,14 +172,20 @@ def random_walk(generator, matcher, steps):
         yield
 
 
-SEEDS = [pytest.param(range(100), id="100"), pytest.param(range(100, 2000), marks=pytest.mark.full)]
+#: Seeds, and the number of optional repetitions that automata write out instead of counting them.
+SEEDS = [
+    pytest.param(range(100), 200, id="100"),
+    pytest.param(range(100), 0, id="counting"),
+    pytest.param(range(100, 2000), 200, marks=pytest.mark.full, id="1900"),
+    pytest.param(range(100, 2000), 0, marks=pytest.mark.full, id="1900-counting"),
+]
 
 
-@pytest.mark.parametrize("seeds", SEEDS)
-def test_automaton_allows_tokens_of_rule_matcher(seeds):
+@pytest.mark.parametrize("seeds, max_unrolled", SEEDS)
+def test_automaton_allows_tokens_of_rule_matcher(seeds, max_unrolled):
     """Rows and accepted tokens are correct after random tokens and rollbacks."""
     generator = random.Random(2)
-    for rules, data in random_grammars(seeds):
+    for rules, data in random_grammars(seeds, max_unrolled=max_unrolled):
         expected = RuleMatcher(rules)
         # The rows of the second grammar are never stored, because their memory is limited to 0.
         matchers = [matcher_of(load(data)), matcher_of(load(data, row_bytes=0))]
@@ -201,12 +216,12 @@ def test_automaton_allows_tokens_of_rule_matcher(seeds):
                 nodes.append(expected.after(TOKENS[token], nodes[-1]))
 
 
-@pytest.mark.parametrize("seeds", SEEDS)
-def test_row_with_budget_allows_tokens_that_can_be_completed(seeds):
+@pytest.mark.parametrize("seeds, max_unrolled", SEEDS)
+def test_row_with_budget_allows_tokens_that_can_be_completed(seeds, max_unrolled):
     """Check rows with a budget, and that following them completes the text within the budget."""
     generator = random.Random(3)
     known = 0
-    for _, data in random_grammars(seeds):
+    for _, data in random_grammars(seeds, max_unrolled=max_unrolled):
         matcher = matcher_of(load(data))
         if matcher.distance() < 0:
             assert has_ambiguous_entry(matcher.grammar.table())
@@ -248,13 +263,13 @@ def check_budgets(generator, matcher):
     assert matcher.distance() == distance
 
 
-@pytest.mark.parametrize("seeds", SEEDS)
-def test_distances_of_table_decrease_by_a_token(seeds):
+@pytest.mark.parametrize("seeds, max_unrolled", SEEDS)
+def test_distances_of_table_decrease_by_a_token(seeds, max_unrolled):
     """From each state, with an unknown stack, one token leads at least one token closer to the end.
 
     The test reads the table as the device does, without the native matcher.
     """
-    for _, data in random_grammars(seeds):
+    for _, data in random_grammars(seeds, max_unrolled=max_unrolled):
         table = load(data).table()
         for state, distance in enumerate(table["distance"].tolist()):
             if distance == FAR:
@@ -299,9 +314,12 @@ def test_real_schemas_are_completed_within_every_budget(shared_data, count, step
     assert checked > count / 2
 
 
-def distance_after(table, state, token):
-    """Return the distance after a token, which may end with the end of the state's rule."""
-    stack = []
+def distance_after(table, state, token, stack=()):
+    """Return the distance after a token, which may end with the end of the state's rule.
+
+    The value of the counter is unknown, so the result is the largest distance of all values.
+    """
+    stack = [*stack]
     for index, byte in enumerate(token):
         state = table["next"][state, table["classes"][byte]]
         if state == -1:
@@ -309,8 +327,12 @@ def distance_after(table, state, token):
         if state >= 0:
             continue
         entry, target = table["actions"][-2 - state].tolist()
-        if entry >= 0:
-            stack.append(entry)
+        if entry == COUNT:
+            rest = token[index + 1 :]
+            states = table["counts"][target, 1:]
+            return max(distance_after(table, following, rest, stack) for following in states)
+        if entry >= 0 or entry == RESET:
+            stack += [entry] * (entry >= 0)
             state = target
         elif stack:
             top = stack.pop()

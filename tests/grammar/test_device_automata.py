@@ -235,7 +235,7 @@ ROW_BYTES = 4 * VOCABULARY.words
 
 
 def table_nbytes(spec):
-    return len(table_data(compiled(spec).automaton.table(), 0))
+    return len(table_data(compiled(spec).automaton.table(), 0, 1))
 
 
 def fill_states(rig, spec, texts, epoch):

@@ -13,6 +13,7 @@ from test_automaton_stack import (
     STOP,
     TOKENS,
     compile_grammar,
+    compile_rules,
     legal_ids,
     load,
     matcher_of,
@@ -60,8 +61,8 @@ def wrapped(native):
     return NativeBackedMatcher(compiled, (STOP,), native)
 
 
-def join(rig, slot, grammar, tokens, closing_end=-1, epoch=1):
-    return rig.join(slot, epoch, wrapped(matcher_of(grammar, tokens)), POSITION, closing_end)
+def join(rig, slot, grammar, tokens, closing_end=-1, epoch=1, position=POSITION):
+    return rig.join(slot, epoch, wrapped(matcher_of(grammar, tokens)), position, closing_end)
 
 
 def random_tokens(generator, matcher, count):
@@ -171,3 +172,39 @@ def test_device_automaton_follows_commits_up_to_its_depth(device, stream, shape)
         assert host.accept(1 + ord("a"))
     assert host.fill(expected)
     np.testing.assert_array_equal(rig.rows()[0][0, 0], expected)
+
+
+@pytest.mark.parametrize("has_budget", [False, True], ids=["unlimited", "budget"])
+def test_device_automaton_counts_characters(device, stream, shape, has_budget):
+    """Rows of drafts before, at and after the limit of a string are those of the host."""
+    limit = 30
+    character = union([characters([(0x61, 0x62), (0xE9, 0xE9)]), text('\\"')])
+    string = concat([text('"'), repeat(character, 0, limit), text('"')])
+    rules = [(0, 0, call(1)), rule("[]", members(text(","), [(string, 0, None)]))]
+    grammar = load(compile_rules(rules, max_unrolled=9))
+    generator = random.Random(int(has_budget))
+    rig = AutomatonRig(device, stream, VOCABULARY, 1, DraftMode.chain(DRAFTS), **shape)
+    shared = []
+    for epoch, length in enumerate([*range(12, limit + 1), limit, limit], 1):
+        before = [1 + byte for byte in b'["ab","' + length * b"a"]
+        matcher = matcher_of(grammar, before)
+        committed = random_tokens(generator, matcher, 3)
+        tokens = before + committed
+        drafts = random_drafts(generator, grammar, tokens)
+        closing_end = -1
+        if has_budget:
+            closing_end = POSITION + 1 + matcher.distance() + generator.randrange(8)
+        rig.automata.release(0)
+        assert join(rig, 0, grammar, before, closing_end, epoch, POSITION - len(committed))
+        rig.begin()
+        rig.write_commit(0, committed)
+        rig.automata.add_commit(rig.lane, rig.row_slot, fill=True)
+        tree = chain(0)
+        for j, draft in enumerate(drafts):
+            tree = tree.grow(j, draft)
+        rig.write_drafts(0, tree)
+        rig.begin()
+        rig.automata.add_open(rig.lane, rig.row_slot, DRAFTS + 1, copied=True)
+        shared += rig.items()["shared"].tolist()
+        check_rows(rig, 0, grammar, tokens, drafts, closing_end, epoch)
+    assert has_budget or 0 < sum(shared) < len(shared)

@@ -54,6 +54,7 @@ extern "C" __global__ void automaton_join(AutomatonSlot* states, int slot, const
   for (int i = 0; i < request.num_stop_ids; ++i) own.stop_ids[i] = request.stop_ids[i];
   for (int j = 0; j < AUTOMATON_NODES; ++j) own.filled[j] = 0;
   own.state[0] = request.state;
+  own.count[0] = request.count;
   own.depth[0] = request.depth;
   own.cost[0] = request.cost;
   for (int i = 0; i < request.depth; ++i) own.stack[i] = request.stack[i];
@@ -88,6 +89,7 @@ __device__ __forceinline__ bool store_position(AutomatonSlot& own, int from, int
   }
   for (int i = 0; i < at.pushed; ++i) stack[at.kept + i] = at.above[i];
   own.state[to] = at.state;
+  own.count[to] = at.count;
   own.depth[to] = at.depth();
   own.cost[to] = at.cost;
   return true;
@@ -157,16 +159,20 @@ __device__ __forceinline__ void request_row(const Advance& a, const Slot& slot, 
   item->position = slot.n + depth_of(slot, j);
   item->source = item->store = -1;
   item->limit = NO_LIMIT;
-  const int budget = budget_of(slot, own, j);
-  if (budget != NO_LIMIT && state >= 0) {
+  item->shared = 0;
+  if (state >= 0) {
+    const int budget = budget_of(slot, own, j);
     const Automaton automaton(a.tables, own.table);
-    if (automaton.largest_step + own.cost[j] > budget - 1) item->limit = budget - 1;
+    if (budget != NO_LIMIT && automaton.largest_step + own.cost[j] > budget - 1) {
+      item->limit = budget - 1;
+    }
+    item->shared = item->limit == NO_LIMIT && !automaton.is_near_limit(state, own.count[j]);
   }
   own.filled[j] = 1;
 }
 
 __device__ __forceinline__ bool uses_cache(const FillItem& item) {
-  return item.action == FILL_ROW && item.limit == NO_LIMIT;
+  return item.action == FILL_ROW && item.shared != 0;
 }
 
 // Returns the grammar state of a batch row's request. Returns null if the state is not on the
@@ -428,10 +434,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   }
   block_sync();
   const Position position = position_of(own, item.j);
-  const Position base = {item.state, 0, 0, nullptr};  // without the stack
-  const bool is_limited = item.limit != NO_LIMIT;
+  const Position base = {item.state, 0, 0, 0, nullptr};  // without the stack
+  const bool is_shared = item.shared != 0;
   // Tokens whose bits depend on the stack, and are therefore not in cached rows.
-  const bool has_closing = automaton.pops != 0 && !is_limited;
+  const bool has_closing = automaton.pops != 0 && is_shared;
   bool narrowed = false;
   unsigned int seen = 0;
   int legal = 0;
@@ -449,7 +455,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     for (int w = first_word; w < end; w += BLOCK / LANES) {
       const unsigned int tested = has_closing ? ~closing[w] : ~0u;
       const unsigned int word =
-          legal_word(automaton, is_limited ? position : base, w, tested, item.limit, narrowed);
+          legal_word(automaton, is_shared ? base : position, w, tested, item.limit, narrowed);
       if (!writes) continue;
       seen |= word;
       if (forced) count_ids(word, w, legal, last);

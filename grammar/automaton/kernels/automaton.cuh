@@ -44,11 +44,17 @@
 // * int32 [states]: distance of each state.
 // * int32 [entries]: cost of each entry.
 // * int32 [entries + 1]: index of the first return of each entry.
+// * int32 [counts][3]: (limit, next state below the limit, next state at the limit).
+// * int32 [states], only if there are counts: smallest value of the counter from which on a token
+//   may make the counter reach a limit; NO_LIMIT in states that do not count.
 // * int16 [states][classes]: next state, -1 if the byte is illegal, or -2 - the number of an
 // action.
-// * int16 [actions][2]: (entry, next state) to push an entry, (-1, exit) to pop one.
+// * int16 [actions][2]: (entry, next state) to push an entry, or (ACTION_*, target).
 // * int16 [returns][2]: (exit, next state).
 // * uint8 [states]: whether the state is accepting.
+#define ACTION_POP -1    // the target is an exit
+#define ACTION_COUNT -2  // the target is a count
+#define ACTION_RESET -3  // the target is the next state
 #define ROW_ABSENT -1
 #define ROW_CLAIMED -2  // a thread of the running kernel is assigning a row to the state
 struct AutomatonTable {
@@ -57,6 +63,7 @@ struct AutomatonTable {
   int entries;
   int actions;
   int returns;
+  int counts;
   int pops;  // whether a byte pops an entry
   // Upper bound of the distance of the position after any token, without the costs of the stack
   // entries that existed before the token.
@@ -64,7 +71,8 @@ struct AutomatonTable {
 };
 
 // A request that joins the batch, as automaton_join receives it. The fields of AutomatonSlot with
-// the same names describe them; `state`, `depth` and `stack` are those of the last committed token.
+// the same names describe them; `state`, `count`, `depth` and `stack` are those of the last committed
+// token.
 struct AutomatonRequest {
   long long table;
   long long cost;
@@ -72,6 +80,7 @@ struct AutomatonRequest {
   int closing_end;
   int num_stop_ids;
   int state;
+  int count;
   int depth;
   int stop_ids[AUTOMATON_STOPS];
   int stack[AUTOMATON_DEPTH];
@@ -94,6 +103,7 @@ struct AutomatonSlot {
   // The following arrays have an element for each node of the draft tree: node 0 is the last
   // committed token, node j is draft j.
   int state[AUTOMATON_NODES];       // state of the machine, or NODE_*
+  int count[AUTOMATON_NODES];       // value of the counter
   int filled[AUTOMATON_NODES];      // whether the mask row of the node is filled
   int depth[AUTOMATON_NODES];       // number of entries on the stack
   long long cost[AUTOMATON_NODES];  // sum of the costs of these entries
@@ -112,9 +122,11 @@ struct FillItem {
   int source;    // row of the cache to copy; -1: compute the row
   int store;     // row of the cache to store the computed row in; -1: none
   int position;  // position of the token before the token that the row constrains
-  // Largest distance of the positions to which tokens of the row may lead, or NO_LIMIT. A row with
-  // a limit is neither read from the cache nor stored in it.
+  // Largest distance of the positions to which tokens of the row may lead, or NO_LIMIT.
   int limit;
+  // Whether the row may be read from the cache and stored in it. A row with a limit, or whose
+  // tokens may make the counter reach a limit, is not shared.
+  int shared;
   // Number of legal ids, summed by the blocks that share the row. If automaton_fill does not look
   // for forced tokens, it is not counted exactly; it is positive if and only if an id is legal.
   int num_legal;
@@ -173,23 +185,26 @@ struct Tables {
   int num_tokens;
 };
 
-// Position of a machine in a text: its state and its stack. `below` points to the `depth` entries
-// of the stack, the top last.
+// Position of a machine in a text: its state, counter and stack. `below` points to the `depth`
+// entries of the stack, the top last.
 struct Position {
   int state;
+  int count;
   int depth;
   long long cost;  // sum of the costs of all entries
   const int* below;
 };
 
 __device__ __forceinline__ Position position_of(const AutomatonSlot& slot, int node) {
-  return {slot.state[node], slot.depth[node], slot.cost[node], slot.stack + node * AUTOMATON_DEPTH};
+  return {slot.state[node], slot.count[node], slot.depth[node], slot.cost[node],
+          slot.stack + node * AUTOMATON_DEPTH};
 }
 
 // Position that moves on without changing the stack that it began with, which other threads read
 // too: the stack consists of the lower `kept` entries of that stack, and of `pushed` entries.
 struct MovingPosition {
   int state;
+  int count;
   int kept;
   int pushed;
   long long cost;
@@ -197,7 +212,12 @@ struct MovingPosition {
   short above[AUTOMATON_PUSHES];
 
   __device__ __forceinline__ explicit MovingPosition(const Position& from)
-      : state(from.state), kept(from.depth), pushed(0), cost(from.cost), below(from.below) {}
+      : state(from.state),
+        count(from.count),
+        kept(from.depth),
+        pushed(0),
+        cost(from.cost),
+        below(from.below) {}
 
   __device__ __forceinline__ int depth() const { return kept + pushed; }
 };
@@ -209,11 +229,14 @@ struct Automaton {
   const int* distance;
   const int* entry_cost;
   const int* returns_begin;
+  const int* counts;
+  const int* near;
   const short* next;
   const short* actions;
   const short* returns;
   const unsigned char* accepting;
   int classes;
+  int num_counts;
   int pops;
   int largest_step;
 
@@ -222,6 +245,7 @@ struct Automaton {
     const AutomatonTable* table = reinterpret_cast<const AutomatonTable*>(memory);
     const long long states = table->states;
     classes = table->classes;
+    num_counts = table->counts;
     pops = table->pops;
     largest_step = table->largest_step;
     byte_class = memory + sizeof(AutomatonTable);
@@ -229,20 +253,35 @@ struct Automaton {
     distance = rows + states;
     entry_cost = distance + states;
     returns_begin = entry_cost + table->entries;
-    next = reinterpret_cast<const short*>(returns_begin + table->entries + 1);
+    counts = returns_begin + table->entries + 1;
+    near = counts + 3 * table->counts;
+    next = reinterpret_cast<const short*>(near + (table->counts > 0 ? states : 0));
     actions = next + states * classes;
     returns = actions + 2 * table->actions;
     accepting = reinterpret_cast<const unsigned char*>(returns + 2 * table->returns);
   }
 
-  // Reads a byte that pushes or pops an entry. Returns whether it is legal.
+  // Whether a token may make the counter reach a limit.
+  __device__ __forceinline__ bool is_near_limit(int state, int count) const {
+    return num_counts > 0 && count >= near[state];
+  }
+
+  // Reads a byte with an action. Returns whether it is legal.
   __device__ inline bool act(MovingPosition& at, int action) const {
     const int entry = actions[2 * action];
     const int target = actions[2 * action + 1];
-    if (entry >= 0) {
+    if (entry == ACTION_COUNT) {
+      const int* own = counts + 3 * target;
+      at.count += 1;
+      at.state = at.count < own[0] ? own[1] : own[2];
+      return true;
+    }
+    at.count = 0;
+    if (entry != ACTION_POP) {
+      at.state = target;
+      if (entry == ACTION_RESET) return true;
       at.above[at.pushed++] = static_cast<short>(entry);
       at.cost += entry_cost[entry];
-      at.state = target;
       return true;
     }
     if (at.depth() == 0) return false;

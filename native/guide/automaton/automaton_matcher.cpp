@@ -20,6 +20,11 @@ AutomatonMatcher::AutomatonMatcher(std::shared_ptr<const AutomatonGrammar> gramm
   path_.push_back({{0, kEmptyStack}, 0});
 }
 
+int32_t AutomatonMatcher::count() const {
+  const bool counts = grammar_->machine().limit(state()) != Machine::kNoLimit;
+  return counts ? path_.back().position.count : 0;
+}
+
 std::vector<int32_t> AutomatonMatcher::stack() const {
   std::vector<int32_t> entries;
   for (int32_t top = path_.back().position.top; top != kEmptyStack; top = nodes_.node(top).parent) {

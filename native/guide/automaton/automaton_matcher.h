@@ -25,6 +25,8 @@ class AutomatonMatcher final : public NativeMatcher {
   const std::shared_ptr<const AutomatonGrammar>& grammar() const { return grammar_; }
   // State of the machine after the accepted tokens. A stop token does not change it.
   int32_t state() const { return path_.back().position.state; }
+  // Value of the counter; 0 if the state does not count.
+  int32_t count() const;
   // Entries of the stack, the top last.
   std::vector<int32_t> stack() const;
 

@@ -36,6 +36,12 @@ nb::dict table(const AutomatonGrammar& grammar) {
   out["returns_begin"] =
       to_numpy<int32_t>(machine.returns_begin(), {at(machine.num_entries()) + 1});
   out["returns"] = to_numpy<int16_t>(machine.returns(), {machine.returns().size(), 2});
+  std::vector<int32_t> counts;
+  for (const Machine::Count& count : machine.counts()) {
+    counts.insert(counts.end(), {count.limit, count.below, count.reached});
+  }
+  out["counts"] = to_numpy<int32_t>(counts, {machine.counts().size(), 3});
+  out["limits"] = to_numpy<int32_t>(machine.limits(), {machine.limits().size()});
   out["accepting"] = to_numpy<uint8_t>(machine.accepting(), {states});
   out["distance"] = to_numpy<int32_t>(grammar.distances().states(), {states});
   out["cost"] = to_numpy<int32_t>(grammar.distances().entries(), {at(machine.num_entries())});
@@ -44,7 +50,8 @@ nb::dict table(const AutomatonGrammar& grammar) {
 
 using RuleTuple = std::tuple<int32_t, int32_t, std::vector<int32_t>>;
 
-nb::bytes compile_automaton(const std::vector<RuleTuple>& tuples, int32_t max_states) {
+nb::bytes compile_automaton(const std::vector<RuleTuple>& tuples, int32_t max_states,
+                            int32_t max_unrolled) {
   std::string data;
   {
     const graft::hostwork::GilRelease release;
@@ -55,7 +62,7 @@ nb::bytes compile_automaton(const std::vector<RuleTuple>& tuples, int32_t max_st
       }
       rules.push_back({static_cast<uint8_t>(open), static_cast<uint8_t>(close), program});
     }
-    data = Machine::compile(rules, max_states).serialize();
+    data = Machine::compile(rules, max_states, max_unrolled).serialize();
   }
   return nb::bytes(data.data(), data.size());
 }
@@ -64,7 +71,7 @@ nb::bytes compile_automaton(const std::vector<RuleTuple>& tuples, int32_t max_st
 class Pattern {
  public:
   Pattern(const std::vector<int32_t>& program, int32_t max_states)
-      : machine_(Machine::compile({Rule{0, 0, program}}, max_states)) {}
+      : machine_(Machine::compile({Rule{0, 0, program}}, max_states, /*max_unrolled=*/INT32_MAX)) {}
 
   bool matches(const nb::bytes& text) const {
     int32_t state = 0;
@@ -95,7 +102,8 @@ void bind_automaton(nb::module_& guide) {
   nb::class_<RowMemory>(guide, "RowMemory")
       .def(nb::init<int64_t>(), nb::arg("bytes"))
       .def_prop_ro("bytes_in_use", &RowMemory::bytes_in_use);
-  guide.def("compile_automaton", &compile_automaton, nb::arg("rules"), nb::arg("max_states"));
+  guide.def("compile_automaton", &compile_automaton, nb::arg("rules"), nb::arg("max_states"),
+            nb::arg("max_unrolled") = Machine::kMaxUnrolled);
   nb::class_<Pattern>(guide, "Pattern")
       .def(nb::init<const std::vector<int32_t>&, int32_t>(), nb::arg("program"),
            nb::arg("max_states"), Release())
@@ -113,9 +121,6 @@ void bind_automaton(nb::module_& guide) {
           nb::arg("data"), nb::arg("trie"), nb::arg("memory"))
       .def_prop_ro("num_states",
                    [](const AutomatonGrammar& grammar) { return grammar.machine().num_states(); })
-      .def_prop_ro(
-          "has_stack",
-          [](const AutomatonGrammar& grammar) { return !grammar.machine().actions().empty(); })
       .def_prop_ro("nbytes", &AutomatonGrammar::nbytes)
       .def("serialize",
            [](const AutomatonGrammar& grammar) {
@@ -132,6 +137,7 @@ void bind_automaton(nb::module_& guide) {
                      return std::const_pointer_cast<AutomatonGrammar>(matcher.grammar());
                    })
       .def_prop_ro("state", &AutomatonMatcher::state)
+      .def_prop_ro("count", &AutomatonMatcher::count)
       .def_prop_ro("stack", &AutomatonMatcher::stack);
 }
 

@@ -83,7 +83,7 @@ class Determinizer {
     entries_of_rule_.resize(nfa_.rules.size());
     exits_of_rule_.resize(nfa_.rules.size());
     out_.next_.reserve(std::min(nfa_.states.size(), at(max_states_)) * at(out_.num_classes_));
-    state_of({nfa_.rules[0].start});
+    state_of({nfa_.rules[0].start});  // state 0
     for (int32_t state = 0; state < sets_.size(); ++state) add_transitions(state);
     for (std::vector<Machine::Return>& returns : returns_) {
       std::sort(returns.begin(), returns.end(),
@@ -92,6 +92,7 @@ class Determinizer {
       out_.returns_begin_.push_back(static_cast<int32_t>(out_.returns_.size()));
     }
     out_.num_exits_ = exits_.size();
+    if (out_.counts_.empty()) out_.limits_.clear();
     return std::move(out_);
   }
 
@@ -154,19 +155,52 @@ class Determinizer {
   }
 
   // Stores in `set_`, sorted, the epsilon closure of `targets`: the states that can be reached from
-  // them over edges without a byte.
-  void close(const std::vector<int32_t>& targets) {
+  // them over edges without a byte. If this increments the counter, `value` is the new value of the
+  // counter, or 0 if it is below all limits. The other results are `stays_`, `enters_` and
+  // `counted_`.
+  void close(const std::vector<int32_t>& targets, int32_t value) {
     ++mark_;
     set_.clear();
-    const auto visit = [this](int32_t index) {
-      if (marks_[at(index)] == mark_) return;
-      marks_[at(index)] = mark_;
-      pending_.push_back(index);
-      work_.count(1);
-    };
+    deferred_.clear();
+    enters_ = false;
+    counted_ = Machine::kNoLimit;
     for (const int32_t index : targets) {
       if (nfa_.states[at(index)].live) visit(index);
     }
+    follow_free_edges();
+    stays_ = !nfa_.counts.empty() && limit_of_set() != Machine::kNoLimit;
+    for (size_t i = 0; i < deferred_.size(); ++i) {
+      const int32_t index = deferred_[i];
+      const int32_t number = nfa_.states[at(index)].count;
+      if (number == Nfa::kNone) {
+        enters_ = true;
+        visit_free_targets(index);
+      } else {
+        const Nfa::Count& count = nfa_.counts[at(number)];
+        counted_ = std::min(counted_, count.limit);
+        visit(count.limit == value ? count.reached : count.below);
+      }
+      follow_free_edges();
+    }
+    std::sort(set_.begin(), set_.end());
+  }
+
+  void visit(int32_t index) {
+    if (marks_[at(index)] == mark_) return;
+    marks_[at(index)] = mark_;
+    const Nfa::State& state = nfa_.states[at(index)];
+    const bool is_deferred = state.enters || state.count != Nfa::kNone;
+    (is_deferred ? deferred_ : pending_).push_back(index);
+    work_.count(1);
+  }
+
+  void visit_free_targets(int32_t index) {
+    for (int32_t e = free_begins_[at(index)]; e < free_begins_[at(index) + 1]; ++e) {
+      visit(free_targets_[at(e)]);
+    }
+  }
+
+  void follow_free_edges() {
     while (!pending_.empty()) {
       const int32_t index = pending_.back();
       pending_.pop_back();
@@ -174,20 +208,53 @@ class Determinizer {
       if (state.edge != Nfa::kNone || state.call != Nfa::kNone || state.ends != Nfa::kNone) {
         set_.push_back(index);
       }
-      for (int32_t e = free_begins_[at(index)]; e < free_begins_[at(index) + 1]; ++e) {
-        visit(free_targets_[at(e)]);
-      }
+      visit_free_targets(index);
     }
-    std::sort(set_.begin(), set_.end());
   }
 
-  // Returns the machine's state after a transition to `targets`. Adds it if it is new.
+  // Returns the smallest limit of the counted loops to which states of `set_` belong.
+  int32_t limit_of_set() const {
+    int32_t smallest = Machine::kNoLimit;
+    for (const int32_t index : set_) {
+      const int32_t limit = nfa_.states[at(index)].limit;
+      if (limit > 0) smallest = std::min(smallest, limit);
+    }
+    return smallest;
+  }
+
+  // Returns the machine's state after an action that leads to `targets` and resets the counter.
   int16_t state_of(const std::vector<int32_t>& targets) {
+    const int16_t next = transition_to(targets);
+    return next > Machine::kFirstAction ? next : out_.action(next).target;
+  }
+
+  // Returns the result of Machine::next() for a byte that leads to `targets`.
+  //
+  // All counted loops of a state share the machine's counter. A byte must therefore leave the
+  // counter as it is, increment it or reset it in all of them.
+  int16_t transition_to(const std::vector<int32_t>& targets) {
     if (targets.size() == 1 && known_[at(targets[0])] != Machine::kDead) {
       return known_[at(targets[0])];
     }
-    close(targets);
+    close(targets, 0);
     if (set_.empty()) return Machine::kDead;
+    const bool counts = counted_ != Machine::kNoLimit;
+    if (stays_ + enters_ + counts > 1) throw AmbiguousCount();
+    int16_t next = add_set();
+    if (enters_) {
+      next = action_of(Machine::kReset, next);
+    } else if (counts) {
+      const int32_t limit = counted_;
+      const int16_t below = next;
+      close(targets, limit);
+      next = action_of(Machine::kCount, number_of_count({limit, below, add_set()}));
+    }
+    if (targets.size() == 1) known_[at(targets[0])] = next;
+    return next;
+  }
+
+  // Returns the machine's state for `set_`. Adds it if it is new.
+  int16_t add_set() {
     const auto [number, is_new] = sets_.add(set_);
     if (is_new) {
       if (number >= max_states_) {
@@ -198,8 +265,15 @@ class Determinizer {
         return nfa_.states[at(index)].ends == 0;
       });
       out_.accepting_.push_back(accepting ? 1 : 0);
+      out_.limits_.push_back(limit_of_set());
     }
-    if (targets.size() == 1) known_[at(targets[0])] = static_cast<int16_t>(number);
+    return static_cast<int16_t>(number);
+  }
+
+  int16_t number_of_count(const Machine::Count& count) {
+    const auto [number, is_new] = count_numbers_.add({count.limit, count.below, count.reached});
+    if (is_new) out_.counts_.push_back(count);
+    if (number >= INT16_MAX) throw std::length_error("automaton: has too many counts");
     return static_cast<int16_t>(number);
   }
 
@@ -227,14 +301,14 @@ class Determinizer {
   }
 
   // Adds the transitions of the edges. Neighbouring classes with the same targets form a segment,
-  // and state_of() is called once per segment.
+  // and transition_to() is called once per segment.
   void add_edges() {
     const int32_t classes = out_.num_classes_;
     if (edges_.size() <= 1) {  // most states, for example those within a property name
       for (const Edge& edge : edges_) {
         work_.count(1);
         target_.assign(1, edge.target);
-        std::fill(row_ + edge.low, row_ + edge.high + 1, state_of(target_));
+        std::fill(row_ + edge.low, row_ + edge.high + 1, transition_to(target_));
       }
       work_.count(classes / 8 + 1);
       return;
@@ -258,7 +332,7 @@ class Determinizer {
     for (int32_t first = 0; first < classes;) {
       const int32_t segment = segment_of_[at(first)];
       const std::vector<int32_t>& targets = targets_[at(segment)];
-      const int16_t next = targets.empty() ? Machine::kDead : state_of(targets);
+      const int16_t next = targets.empty() ? Machine::kDead : transition_to(targets);
       for (; first < classes && segment_of_[at(first)] == segment; ++first) row_[first] = next;
     }
   }
@@ -321,7 +395,7 @@ class Determinizer {
         exits_of_rule_[at(rules[0])].push_back(exit);
         for (const int32_t entry : entries_of_rule_[at(rules[0])]) add_return(entry, exit);
       }
-      add_action(close, -1, static_cast<int16_t>(exit));
+      add_action(close, Machine::kPop, static_cast<int16_t>(exit));
     }
   }
 
@@ -346,13 +420,18 @@ class Determinizer {
       throw std::domain_error("automaton: byte " + std::to_string(byte) +
                               " may be a bracket or another character");
     }
+    next = action_of(entry, target);
+  }
+
+  // Returns the result of Machine::next() for an action. Adds the action if it is new.
+  int16_t action_of(int16_t entry, int16_t target) {
     const auto [number, is_new] = action_numbers_.add({entry, target});
     if (is_new) {
       if (number >= Machine::kMaxActions)
         throw std::length_error("automaton: has too many actions");
       out_.actions_.push_back({entry, target});
     }
-    next = static_cast<int16_t>(Machine::kFirstAction - number);
+    return static_cast<int16_t>(Machine::kFirstAction - number);
   }
 
   const Nfa& nfa_;
@@ -365,12 +444,13 @@ class Determinizer {
   SequenceTable entries_;
   SequenceTable exits_;  // rules of each exit
   SequenceTable action_numbers_;
+  SequenceTable count_numbers_;
   std::vector<std::vector<Machine::Return>> returns_;  // by entry
   std::vector<std::vector<int32_t>> entries_of_rule_;
   std::vector<std::vector<int32_t>> exits_of_rule_;  // exits by their first rule
   std::vector<int32_t> free_begins_;   // by state of the Nfa: index of its first free target
   std::vector<int32_t> free_targets_;  // see find_free_targets()
-  std::vector<int16_t> known_;  // by state of the Nfa: result of state_of() for this state alone
+  std::vector<int16_t> known_;         // by state of the Nfa: transition_to() this state alone
 
   // Memory that is used again for each state of the machine.
   std::vector<Edge> edges_;
@@ -382,7 +462,11 @@ class Determinizer {
   std::vector<std::vector<int32_t>> targets_;         // by segment
   std::vector<int32_t> content_;
   std::vector<int32_t> pending_;
-  std::vector<int32_t> set_;    // result of close()
+  std::vector<int32_t> deferred_;  // states that change the counter
+  std::vector<int32_t> set_;       // results of close()
+  bool stays_ = false;             // whether the body of a counted loop continues
+  bool enters_ = false;            // whether a counted loop begins
+  int32_t counted_ = 0;  // smallest limit of the loops whose bodies end, or Machine::kNoLimit
   std::vector<int32_t> marks_;  // by state of the Nfa: number of the last close() that visited it
   int32_t mark_ = 0;
 };
@@ -391,11 +475,16 @@ Machine Machine::determinize(const Nfa& nfa, int32_t max_states, Work* work) {
   return Determinizer(nfa, max_states, work).run();
 }
 
-Machine Machine::compile(const std::vector<Rule>& rules, int32_t max_states) {
+Machine Machine::compile(const std::vector<Rule>& rules, int32_t max_states, int32_t max_unrolled) {
   constexpr int32_t kMaxNfaStates = 1 << 17;
   Work work;
-  const Nfa nfa(rules, kMaxNfaStates, &work);
-  return determinize(nfa, max_states, &work);
+  try {
+    const Nfa nfa(rules, kMaxNfaStates, max_unrolled, &work);
+    return determinize(nfa, max_states, &work);
+  } catch (const AmbiguousCount&) {
+    const Nfa nfa(rules, kMaxNfaStates, INT32_MAX, &work);
+    return determinize(nfa, max_states, &work);
+  }
 }
 
 }  // namespace graft::guide

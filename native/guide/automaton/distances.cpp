@@ -54,8 +54,9 @@ constexpr int64_t kMaxVisits = 20'000'000;
 // 1. For each state, it finds a text from the state to the end of the state's rule, and stores the
 //    length of this text in bytes and its first byte. This is Dijkstra's algorithm as Knuth
 //    generalized it: the length of a text that begins with an opening byte is 1 + the length of the
-//    text of the opened rule + the largest length after any exit that the entry lists. A state is
-//    *settled* when its length is known.
+//    text of the opened rule + the largest length after any exit that the entry lists. The length
+//    of a text whose first byte increments the counter is 1 + the larger length of the two states
+//    that may follow. A state is *settled* when its length is known.
 // 2. In ascending order of these lengths, it computes the distance of each state: 1 + the smallest
 //    distance of a position after a token that is a prefix of the state's text.
 // 3. If no token is a prefix of a state's text, it tries all legal tokens of the state.
@@ -79,7 +80,8 @@ class DistanceSearch {
       update_entries(state);
       if (distance == kFar) far_.push_back(state);
     }
-    const bool found_all = far_.empty() || improve();
+    // improve() does not know the value of the counter.
+    const bool found_all = far_.empty() || (machine_.counts().empty() && improve());
     out_.all_known_ = found_all && settled_.size() == out_.states_.size();
   }
 
@@ -104,7 +106,11 @@ class DistanceSearch {
       int16_t previous = Machine::kDead;
       for (int32_t c = 0; c < machine_.num_classes(); ++c) {
         const int16_t next = machine_.of_class(state, c);
-        if (next != previous && next != Machine::kDead) transitions.push_back({next, {state, c}});
+        if (next != previous && next != Machine::kDead) {
+          const bool resets =
+              next < 0 && machine_.action(next).entry == Machine::kReset;  // like a plain byte
+          transitions.push_back({resets ? machine_.action(next).target : next, {state, c}});
+        }
         previous = next;
       }
     }
@@ -128,6 +134,14 @@ class DistanceSearch {
     });
     pushes_of_entry_.fill(entries, [&](auto add) {
       for_each_push([&](const Machine::Action& push, int32_t i) { add(push.entry, i); });
+    });
+    counts_to_state_.fill(states, [&](auto add) {
+      for (size_t i = 0; i < actions.size(); ++i) {
+        if (actions[i].entry != Machine::kCount) continue;
+        const Machine::Count& count = machine_.counts()[at(actions[i].target)];
+        add(count.below, static_cast<int32_t>(i));
+        add(count.reached, static_cast<int32_t>(i));
+      }
     });
     entries_of_state_.fill(states, [&](auto add) {
       for (int32_t entry = 0; entry < machine_.num_entries(); ++entry) {
@@ -170,8 +184,9 @@ class DistanceSearch {
     for (int32_t state = 0; state < machine_.num_states(); ++state) {
       if (machine_.accepting(state)) offer({state, -1}, 0);
     }
+    std::vector<int32_t> waiting(machine_.actions().size(), 2);  // counts: states not settled yet
     for (size_t i = 0; i < machine_.actions().size(); ++i) {
-      if (machine_.actions()[i].entry >= 0) continue;
+      if (machine_.actions()[i].entry != Machine::kPop) continue;
       for (const Source& source : callers_[static_cast<int32_t>(i)]) offer(source, 1);
     }
     while (!queue.empty()) {
@@ -181,6 +196,10 @@ class DistanceSearch {
       is_settled[at(state)] = true;
       settled_.push_back(state);
       for (const Source& source : sources_[state]) offer(source, bytes + 1);
+      for (const int32_t action : counts_to_state_[state]) {
+        if (--waiting[at(action)] > 0) continue;  // the second state has the larger length
+        for (const Source& source : callers_[action]) offer(source, bytes + 1);
+      }
       for (const int32_t action : pushes_of_start_[state]) offer_push(action);
       for (const int32_t entry : entries_of_state_[state]) {
         longest[at(entry)] = std::max(longest[at(entry)], bytes);
@@ -220,6 +239,12 @@ class DistanceSearch {
         if (action.entry >= 0) {
           pushed_.push_back(action.entry);
           state = action.target;
+        } else if (action.entry == Machine::kReset) {
+          state = action.target;
+        } else if (action.entry == Machine::kCount) {
+          // The value of the counter is not known, so longer tokens are not tried.
+          if (is_token) best = std::min(best, add_distances(1, distance_pushed(of_count(action))));
+          break;
         } else if (pushed_.empty()) {  // the end of the rule
           if (is_token) best = 1;
           break;
@@ -230,12 +255,22 @@ class DistanceSearch {
         }
       }
       if (!is_token) continue;
-      int32_t distance = add_distances(1, out_.states_[at(state)]);
-      for (const int32_t entry : pushed_)
-        distance = add_distances(distance, out_.entries_[at(entry)]);
-      best = std::min(best, distance);
+      best = std::min(best, add_distances(1, distance_pushed(out_.states_[at(state)])));
     }
     return best;
+  }
+
+  // Returns the larger distance of the two states that may follow a count.
+  int32_t of_count(const Machine::Action& action) const {
+    const Machine::Count& count = machine_.counts()[at(action.target)];
+    return std::max(out_.states_[at(count.below)], out_.states_[at(count.reached)]);
+  }
+
+  // Adds the costs of the entries in `pushed_` to a distance.
+  int32_t distance_pushed(int32_t distance) const {
+    for (const int32_t entry : pushed_)
+      distance = add_distances(distance, out_.entries_[at(entry)]);
+    return distance;
   }
 
   // Sets the cost of the entries whose last missing return is `state`.
@@ -306,6 +341,7 @@ class DistanceSearch {
   Lists<int32_t> pushes_of_start_;   // by state: actions that go to it
   Lists<int32_t> pushes_of_entry_;   // by entry: actions that push it
   Lists<int32_t> entries_of_state_;  // by state: entries that return to it
+  Lists<int32_t> counts_to_state_;   // by state: actions that count and may go to it
   std::vector<int64_t> bytes_;
   std::vector<int32_t> first_;  // class of the first byte of each state's text; -1: it is empty
   std::vector<uint8_t> first_byte_;  // smallest byte of each class

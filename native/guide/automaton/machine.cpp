@@ -16,6 +16,7 @@ struct Header {
   int32_t exits;
   int32_t actions;
   int32_t returns;
+  int32_t counts;
 };
 
 void require(bool valid) {
@@ -41,7 +42,7 @@ void read(const std::string& data, size_t* position, size_t count, std::vector<I
 size_t Machine::nbytes() const {
   return classes_.size() + next_.size() * sizeof(int16_t) + actions_.size() * sizeof(Action) +
          returns_begin_.size() * sizeof(int32_t) + returns_.size() * sizeof(Return) +
-         accepting_.size();
+         accepting_.size() + counts_.size() * sizeof(Count) + limits_.size() * sizeof(int32_t);
 }
 
 std::string Machine::serialize() const {
@@ -50,11 +51,14 @@ std::string Machine::serialize() const {
                       num_entries(),
                       num_exits_,
                       static_cast<int32_t>(actions_.size()),
-                      static_cast<int32_t>(returns_.size())};
+                      static_cast<int32_t>(returns_.size()),
+                      static_cast<int32_t>(counts_.size())};
   std::string data;
   data.reserve(sizeof(header) + nbytes());
   data.append(reinterpret_cast<const char*>(&header), sizeof(header));
   append(&data, returns_begin_);
+  append(&data, counts_);
+  append(&data, limits_);
   append(&data, next_);
   append(&data, actions_);
   append(&data, returns_);
@@ -72,11 +76,14 @@ Machine Machine::deserialize(const std::string& data) {
   require(0 <= header.entries && header.entries <= INT16_MAX);
   require(0 <= header.exits && header.exits <= INT16_MAX);
   require(0 <= header.actions && header.actions <= kMaxActions && 0 <= header.returns);
+  require(0 <= header.counts && header.counts <= INT16_MAX);
   Machine out;
   out.num_classes_ = header.classes;
   out.num_exits_ = header.exits;
   size_t position = sizeof(header);
   read(data, &position, at(header.entries) + 1, &out.returns_begin_);
+  read(data, &position, at(header.counts), &out.counts_);
+  read(data, &position, header.counts > 0 ? at(header.states) : 0, &out.limits_);
   read(data, &position, at(header.states) * at(header.classes), &out.next_);
   read(data, &position, at(header.actions), &out.actions_);
   read(data, &position, at(header.returns), &out.returns_);
@@ -99,12 +106,17 @@ void Machine::check() const {
     require(next < states && kFirstAction - next < static_cast<int32_t>(actions_.size()));
   }
   for (const Action& action : actions_) {
-    if (action.entry < 0) {
-      require(action.entry == -1 && 0 <= action.target && action.target < num_exits_);
-    } else {
-      require(action.entry < num_entries() && 0 <= action.target && action.target < states);
-    }
+    const int32_t targets = action.entry == kPop     ? num_exits_
+                            : action.entry == kCount ? static_cast<int32_t>(counts_.size())
+                                                     : states;
+    require(kReset <= action.entry && action.entry < num_entries());
+    require(0 <= action.target && action.target < targets);
   }
+  for (const Count& count : counts_) {
+    require(0 < count.limit && 0 <= count.below && count.below < states);
+    require(0 <= count.reached && count.reached < states);
+  }
+  for (const int32_t limit : limits_) require(0 < limit);
   require(returns_begin_.front() == 0);
   require(returns_begin_.back() == static_cast<int32_t>(returns_.size()));
   for (size_t entry = 0; entry + 1 < returns_begin_.size(); ++entry) {

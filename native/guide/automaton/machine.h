@@ -8,6 +8,11 @@
 // then has an *exit*: the set of those rules that end with it. The machine continues in the state
 // that the entry on top of the stack lists for the exit.
 //
+// Besides the stack, a machine has one counter, so that the maximum length of a string needs no
+// state for each character. In a *counting state*, the machine is within a repetition of a
+// character. The byte that ends the character increments the counter, and the next state depends on
+// whether the counter has reached the limit of the repetition.
+//
 // Invariants
 // 1. A machine has at most 32,767 states. Machine::compile() throws for larger machines, and limits
 //    its own time and memory, so untrusted expressions are safe.
@@ -20,6 +25,7 @@
 #pragma once
 
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -38,19 +44,40 @@ class Machine {
   static constexpr int32_t kMaxStates = INT16_MAX;
   static constexpr int32_t kMaxActions = INT16_MAX - 1;
 
+  // Values of Action.entry other than entries.
+  static constexpr int16_t kPop = -1;
+  static constexpr int16_t kCount = -2;
+  static constexpr int16_t kReset = -3;
+  // Limit of the states that do not count.
+  static constexpr int32_t kNoLimit = INT32_MAX;
+
+  // Pushes, pops and resets set the counter to 0.
   struct Action {
-    int16_t entry;   // entry to push; -1: pop
-    int16_t target;  // for a push: next state; for a pop: exit
+    int16_t entry;   // entry to push, or kPop, kCount or kReset
+    int16_t target;  // push, reset: next state; pop: exit; count: index into counts()
+  };
+  struct Count {
+    int32_t limit;
+    int16_t below;    // next state if the incremented counter is below the limit
+    int16_t reached;  // next state if it has reached the limit
   };
   struct Return {
     int16_t exit;
     int16_t state;
   };
 
-  // Compiles the rules of a grammar. Throws std::runtime_error if an expression is malformed,
-  // std::length_error if it exceeds a limit, and std::domain_error if the grammar allows no text,
-  // or if a byte may open or close a rule and also be another character at the same place.
-  static Machine compile(const std::vector<Rule>& rules, int32_t max_states);
+  // Default of `max_unrolled`. A machine that counts is smaller, but computes more mask rows again
+  // (see AutomatonGrammar).
+  static constexpr int32_t kMaxUnrolled = 200;
+
+  // Compiles the rules of a grammar. The machine counts in repetitions of a character with more
+  // than `max_unrolled` optional parts, if one counter is enough. Throws std::runtime_error if an
+  // expression is malformed, std::length_error if it exceeds a limit, and std::domain_error if the
+  // grammar allows no text, or if a byte may open or close a rule and also be another character at
+  // the same place.
+  static Machine compile(const std::vector<Rule>& rules, int32_t max_states,
+                         int32_t max_unrolled = kMaxUnrolled);
+  // Throws AmbiguousCount if one counter is not enough.
   static Machine determinize(const Nfa& nfa, int32_t max_states, Work* work);
 
   // Reads the result of serialize(). Throws std::runtime_error if the data is invalid.
@@ -69,6 +96,14 @@ class Machine {
     return next_[at(state) * at(num_classes_) + at(byte_class)];
   }
   const Action& action(int16_t next) const { return actions_[at(kFirstAction - next)]; }
+  // Returns what a result of next() does with the counter, or null if it is not a count.
+  const Count* count(int16_t next) const {
+    if (next > kFirstAction || action(next).entry != kCount) return nullptr;
+    return &counts_[at(action(next).target)];
+  }
+  // Returns the smallest limit of the repetitions that the machine is within; kNoLimit if the state
+  // is not a counting state.
+  int32_t limit(int32_t state) const { return limits_.empty() ? kNoLimit : limits_[at(state)]; }
   // Returns the state after `exit` when `entry` is on top of the stack, or kDead.
   int16_t return_state(int32_t entry, int16_t exit) const {
     for (int32_t i = returns_begin_[at(entry)]; i < returns_begin_[at(entry) + 1]; ++i) {
@@ -88,6 +123,9 @@ class Machine {
   // Sorted by exit for each entry.
   const std::vector<Return>& returns() const { return returns_; }
   const std::vector<uint8_t>& accepting() const { return accepting_; }
+  const std::vector<Count>& counts() const { return counts_; }
+  // [states]: results of limit(); empty if the machine does not count.
+  const std::vector<int32_t>& limits() const { return limits_; }
 
  private:
   friend class Determinizer;
@@ -102,6 +140,13 @@ class Machine {
   std::vector<int32_t> returns_begin_ = {0};
   std::vector<Return> returns_;
   std::vector<uint8_t> accepting_;
+  std::vector<Count> counts_;
+  std::vector<int32_t> limits_;
+};
+
+// A text may be read in several ways whose counters differ.
+struct AmbiguousCount : std::length_error {
+  AmbiguousCount() : std::length_error("automaton: a repetition is ambiguous") {}
 };
 
 }  // namespace graft::guide

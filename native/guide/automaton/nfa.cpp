@@ -9,9 +9,24 @@
 #include "guide/automaton/machine.h"
 
 namespace graft::guide {
+namespace {
 
-Nfa::Nfa(const std::vector<Rule>& all, int32_t max_states, Work* work)
-    : max_states_(max_states), work_(work) {
+// Whether a node matches only texts from a finite list, none of which is empty, such as one
+// character in all of its spellings.
+bool is_finite(const ExpressionTree& tree, int32_t index) {
+  const ExpressionTree::Node& node = tree.node(index);
+  if (node.op == Op::kSet) return true;
+  if (node.op != Op::kConcat && node.op != Op::kUnion) return false;
+  for (int32_t i = 0; i < node.num_children; ++i) {
+    if (!is_finite(tree, tree.child(node, i))) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+Nfa::Nfa(const std::vector<Rule>& all, int32_t max_states, int32_t max_unrolled, Work* work)
+    : max_states_(max_states), max_unrolled_(max_unrolled), work_(work) {
   if (all.empty()) throw std::runtime_error("automaton: a grammar needs at least one rule");
   for (const Rule& rule : all) {
     const ExpressionTree tree(rule.program, static_cast<int32_t>(all.size()));
@@ -21,7 +36,7 @@ Nfa::Nfa(const std::vector<Rule>& all, int32_t max_states, Work* work)
 }
 
 Nfa::Nfa(const ExpressionTree& tree, int32_t node, int32_t max_states, Work* work)
-    : max_states_(max_states), work_(work) {
+    : max_states_(max_states), max_unrolled_(INT32_MAX), work_(work) {
   add_rule(0, 0, tree, node);
   find_live_states();
 }
@@ -140,12 +155,35 @@ int32_t Nfa::emit_repeat(const ExpressionTree& tree, const ExpressionTree::Node&
     connect(loop, end);
     return end;
   }
+  if (max - min > max_unrolled_ && is_finite(tree, child)) {
+    return emit_counted_loop(tree, child, max - min, from);
+  }
   const int32_t end = add_state();
   connect(from, end);
   for (int32_t i = min; i < max; ++i) {
     from = emit(tree, child, from);
     connect(from, end);
   }
+  return end;
+}
+
+// Adds a loop that reads a node at most `limit` times.
+int32_t Nfa::emit_counted_loop(const ExpressionTree& tree, int32_t node, int32_t limit,
+                               int32_t from) {
+  const int32_t start = add_state();
+  const int32_t loop = add_state();
+  const int32_t end = add_state();
+  connect(from, start);
+  connect(start, loop);
+  connect(loop, end);
+  states[at(start)].enters = true;
+  const int32_t body = add_state();
+  connect(loop, body);
+  const int32_t body_end = emit(tree, node, body);
+  for (size_t i = at(body); i < states.size(); ++i) states[i].limit = limit;
+  states[at(body_end)].count = static_cast<int32_t>(counts.size());
+  counts.push_back({limit, loop, end});
+  connect(body_end, end);  // for find_live_states()
   return end;
 }
 

@@ -10,17 +10,25 @@ namespace graft::guide {
 
 // Each state belongs to one rule. It has edges that read a byte, or one edge that reads a text of
 // another rule with its opening and closing bytes (a call), or neither.
+//
+// A long repetition of a character is a *counted loop*: the automaton contains its body once, and a
+// counter holds the number of times that the body has been read. The counter is 0 when a state with
+// `enters` is reached. A state with `count` is the end of the body: it increments the counter, and
+// has no edge but those that the Count describes.
 class Nfa {
  public:
   static constexpr int32_t kNone = -1;
 
   struct State {
-    bool live = false;     // whether the state can reach the end of its rule
-    int32_t edge = kNone;  // first edge that reads a byte, an index into `byte_edges`
-    int32_t call = kNone;  // rule of the call
-    int32_t next = kNone;  // state after the call
-    int32_t ends = kNone;  // rule whose text may end in this state
-    int32_t free = kNone;  // first edge without a byte, an index into `free_edges`
+    bool live = false;      // whether the state can reach the end of its rule
+    bool enters = false;    // whether a counted loop begins here
+    int32_t limit = 0;      // of the counted loop to whose body the state belongs; 0: none
+    int32_t count = kNone;  // index into `counts`
+    int32_t edge = kNone;   // first edge that reads a byte, an index into `byte_edges`
+    int32_t call = kNone;   // rule of the call
+    int32_t next = kNone;   // state after the call
+    int32_t ends = kNone;   // rule whose text may end in this state
+    int32_t free = kNone;   // first edge without a byte, an index into `free_edges`
   };
   struct ByteEdge {
     uint8_t low;
@@ -32,19 +40,26 @@ class Nfa {
     int32_t to;
     int32_t next;  // next edge of the same state, or kNone
   };
+  struct Count {
+    int32_t limit;
+    int32_t below;    // state while the counter is below the limit
+    int32_t reached;  // state when the counter has reached the limit
+  };
   struct Brackets {
     uint8_t open;
     uint8_t close;
     int32_t start;  // first state of the rule
   };
 
-  // Throws std::runtime_error if a program is malformed, and std::length_error if the automaton
-  // would have more than `max_states` states or edges that read a byte.
-  Nfa(const std::vector<Rule>& rules, int32_t max_states, Work* work);
+  // A repetition with more than `max_unrolled` optional parts becomes a counted loop if this is
+  // possible. Throws std::runtime_error if a program is malformed, and std::length_error if the
+  // automaton would have more than `max_states` states or edges that read a byte.
+  Nfa(const std::vector<Rule>& rules, int32_t max_states, int32_t max_unrolled, Work* work);
 
   std::vector<State> states;
   std::vector<ByteEdge> byte_edges;
   std::vector<FreeEdge> free_edges;
+  std::vector<Count> counts;
   std::vector<Brackets> rules;
 
  private:
@@ -61,6 +76,7 @@ class Nfa {
   int32_t emit_set(const ExpressionTree& tree, const ExpressionTree::Node& node, int32_t from);
   int32_t emit_union(const ExpressionTree& tree, const ExpressionTree::Node& node, int32_t from);
   int32_t emit_repeat(const ExpressionTree& tree, const ExpressionTree::Node& node, int32_t from);
+  int32_t emit_counted_loop(const ExpressionTree& tree, int32_t body, int32_t limit, int32_t from);
   int32_t emit_call(int32_t rule, int32_t from);
   int32_t emit_members(const ExpressionTree& tree, const ExpressionTree::Node& node, int32_t from);
   int32_t emit_product(const ExpressionTree& tree, const ExpressionTree::Node& node, int32_t from);
@@ -68,6 +84,7 @@ class Nfa {
   void find_live_states();
 
   int32_t max_states_;
+  int32_t max_unrolled_;
   Work* work_;
   std::vector<ByteSequence> sequences_;  // memory of emit_set()
 };

@@ -89,7 +89,11 @@ class AutomatonGrammar::Writer {
       const int16_t next = grammar_.text_states_.successor(position.state);
       if (next == TextStates::kSeveral) return false;
       if (next == Machine::kDead) break;
-      position.state = next;
+      if (next >= 0) {
+        position.state = next;
+      } else {
+        walker_.act(next, &position, &stack_);
+      }
       allowed[at(length) + 1] = is_within_limit(position);
     }
     clear();
@@ -118,7 +122,7 @@ class AutomatonGrammar::Writer {
     int count = 0;
     for (int byte = 0x20; byte < 0x7F && !fits_any_text(position); ++byte) {
       const int16_t next = grammar_.machine_.next(position.state, static_cast<uint8_t>(byte));
-      count += next >= 0 && fits_any_text({next, position.top}) ? 1 : 0;
+      count += next >= 0 && fits_any_text({next, position.top, position.count}) ? 1 : 0;
     }
     if (!fits_any_text(position) && 2 * count < 0x7F - 0x20) return false;
     start_ = trie_.text_row(TokenTrie::kMaxTextLength);
@@ -151,7 +155,7 @@ class AutomatonGrammar::Writer {
   // Returns the largest distance after any text, or more than any limit if a text is illegal.
   int64_t any_text_distance(Position position) const {
     const int32_t distance = grammar_.text_states_.any_text_distance(position.state);
-    if (distance < 0) return int64_t{INT32_MAX} + 1;
+    if (distance < 0 || !grammar_.is_far_from_limit(position)) return int64_t{INT32_MAX} + 1;
     return add_distances(distance, stack_.cost(position.top));
   }
 
@@ -223,11 +227,13 @@ AutomatonGrammar::AutomatonGrammar(Machine machine, std::shared_ptr<const TokenT
 }
 
 AutomatonGrammar::~AutomatonGrammar() {
-  for (const std::atomic<const BaseRow*>& entry : rows_) {
+  const auto remove = [this](const std::atomic<const BaseRow*>& entry) {
     const BaseRow* row = entry.load(std::memory_order_acquire);
     if (row != nullptr) memory_->give_back(row->nbytes());
     delete row;
-  }
+  };
+  std::for_each(rows_.begin(), rows_.end(), remove);
+  for (const auto& item : near_rows_) remove(item.second);
 }
 
 size_t AutomatonGrammar::nbytes() const {
@@ -238,7 +244,7 @@ size_t AutomatonGrammar::nbytes() const {
 bool AutomatonGrammar::fill(Position position, StackNodes* stack, int32_t limit,
                             int32_t* row) const noexcept {
   Writer writer(*this, stack, limit, nullptr, row);
-  const BaseRow* base = base_row(position.state, stack, row);
+  const BaseRow* base = base_row(position, stack, row);
   if (base == nullptr || add_distances(base->largest_distance, stack->cost(position.top)) > limit) {
     writer.write(position);
     return writer.is_narrowed();
@@ -259,35 +265,53 @@ bool AutomatonGrammar::fill(Position position, StackNodes* stack, int32_t limit,
   return writer.is_narrowed();
 }
 
-// Returns the base row of a state, and computes it if this has not been done. Returns null if there
-// is no memory to store it. The call may overwrite `row`.
-const AutomatonGrammar::BaseRow* AutomatonGrammar::base_row(int32_t state, StackNodes* stack,
+// Returns whether no token can make the counter reach a limit.
+bool AutomatonGrammar::is_far_from_limit(Position position) const noexcept {
+  const int32_t limit = machine_.limit(position.state);
+  return limit == Machine::kNoLimit || limit - position.count > trie_->most_characters();
+}
+
+// Returns where the base row of a position is stored. Throws std::bad_alloc.
+std::atomic<const AutomatonGrammar::BaseRow*>& AutomatonGrammar::stored_row(
+    Position position) const {
+  if (is_far_from_limit(position)) return rows_[at(position.state)];
+  const std::lock_guard<std::mutex> lock(near_rows_mutex_);
+  return near_rows_[{position.state, position.count}];
+}
+
+// Returns the base row of a position, and computes it if this has not been done. Returns null if
+// there is no memory to store it. The call may overwrite `row`.
+const AutomatonGrammar::BaseRow* AutomatonGrammar::base_row(Position position, StackNodes* stack,
                                                             int32_t* row) const noexcept {
-  std::atomic<const BaseRow*>& entry = rows_[at(state)];
-  if (const BaseRow* stored = entry.load(std::memory_order_acquire)) return stored;
   const int64_t largest = static_cast<int64_t>(sizeof(BaseRow)) + trie_->words() * 4;
-  if (!memory_->take(largest)) return nullptr;
+  int64_t taken = 0;
   try {
-    std::unique_ptr<BaseRow> base = compute_base_row(state, stack, row);
+    std::atomic<const BaseRow*>& entry = stored_row(position);
+    if (const BaseRow* stored = entry.load(std::memory_order_acquire)) return stored;
+    if (!memory_->take(largest)) return nullptr;
+    taken = largest;
+    if (is_far_from_limit(position)) position.count = 0;
+    std::unique_ptr<BaseRow> base = compute_base_row(position, stack, row);
     memory_->give_back(largest - base->nbytes());
+    taken = base->nbytes();
     const BaseRow* expected = nullptr;
     if (entry.compare_exchange_strong(expected, base.get(), std::memory_order_acq_rel)) {
       return base.release();
     }
-    memory_->give_back(base->nbytes());  // another thread has stored this row meanwhile
+    memory_->give_back(taken);  // another thread has stored this row meanwhile
     return expected;
   } catch (const std::bad_alloc&) {
-    memory_->give_back(largest);
+    memory_->give_back(taken);
     return nullptr;
   }
 }
 
-std::unique_ptr<AutomatonGrammar::BaseRow> AutomatonGrammar::compute_base_row(int32_t state,
+std::unique_ptr<AutomatonGrammar::BaseRow> AutomatonGrammar::compute_base_row(Position position,
                                                                               StackNodes* stack,
                                                                               int32_t* row) const {
   auto base = std::make_unique<BaseRow>();
   Writer writer(*this, stack, kNoLimit, &base->crossings, row);
-  writer.write({state, kEmptyStack});
+  writer.write({position.state, kEmptyStack, position.count});
   base->crossings.shrink_to_fit();
   base->largest_distance = writer.largest_distance();
   base->start = writer.start();

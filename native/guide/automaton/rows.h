@@ -3,7 +3,10 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <utility>
 #include <vector>
 
 #include "guide/automaton/distances.h"
@@ -40,7 +43,9 @@ class RowMemory {
 // its stack. The *base row* of a state allows the tokens that are legal whatever the stack holds:
 // those that pop no entry that was pushed before the token. It is computed once. Where a token pops
 // such an entry, the base row lists a *crossing*: the node of the trie whose byte pops it. fill()
-// copies the base row and visits the descendants of the crossings with the request's stack.
+// copies the base row and visits the descendants of the crossings with the request's stack. In
+// positions in which a token may make the counter reach a limit, the base row also depends on the
+// counter.
 //
 // Most base rows are nearly empty or differ little from the row of the text tokens, so they are
 // stored as the tokens in which they differ from it. They need a few kilobytes instead of the 16
@@ -88,16 +93,22 @@ class AutomatonGrammar {
   };
   class Writer;
 
-  const BaseRow* base_row(int32_t state, StackNodes* stack, int32_t* row) const noexcept;
-  std::unique_ptr<BaseRow> compute_base_row(int32_t state, StackNodes* stack, int32_t* row) const;
+  bool is_far_from_limit(Position position) const noexcept;
+  std::atomic<const BaseRow*>& stored_row(Position position) const;
+  const BaseRow* base_row(Position position, StackNodes* stack, int32_t* row) const noexcept;
+  std::unique_ptr<BaseRow> compute_base_row(Position position, StackNodes* stack,
+                                            int32_t* row) const;
 
   Machine machine_;
   std::shared_ptr<const TokenTrie> trie_;
   std::shared_ptr<RowMemory> memory_;
   Distances distances_;
   TextStates text_states_;
-  // By state; null until computed.
+  // Base rows; null until computed. By state:
   mutable std::vector<std::atomic<const BaseRow*>> rows_;
+  // Near limits of the counter, by state and counter:
+  mutable std::mutex near_rows_mutex_;  // for the map, not for its elements
+  mutable std::map<std::pair<int32_t, int32_t>, std::atomic<const BaseRow*>> near_rows_;
 };
 
 }  // namespace graft::guide

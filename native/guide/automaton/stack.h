@@ -1,4 +1,4 @@
-// Stacks of entries, and the position of a machine in a text: its state and its stack.
+// Stacks of entries, and the position of a machine in a text: its state, stack and counter.
 #pragma once
 
 #include <algorithm>
@@ -48,6 +48,7 @@ class StackNodes {
 struct Position {
   int32_t state;
   int32_t top;
+  int32_t count = 0;  // value of the counter; without meaning in states that do not count
 };
 
 }  // namespace graft::guide

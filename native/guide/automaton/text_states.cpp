@@ -43,9 +43,10 @@ bool visit_targets(const Machine& machine, int32_t state, const Form& form, int 
   const ByteRange range = form.bytes[at(index)];
   const int first = machine.classes()[range.low];
   for (int c = first; c <= machine.classes()[range.high]; ++c) {
-    const int16_t next = machine.of_class(state, c);
+    int16_t next = machine.of_class(state, c);
     if (c > first && next == machine.of_class(state, c - 1)) continue;
     const bool is_last = next < 0 || index + 1 == form.length;
+    if (index + 1 < form.length && machine.count(next) != nullptr) next = Machine::kDead;
     if (is_last ? !visit(next) : !visit_targets(machine, next, form, index + 1, visit))
       return false;
   }
@@ -67,12 +68,16 @@ TextStates::TextStates(const Machine& machine, const Distances& distances) {
   for (int32_t state = 0; state < states; ++state) {
     const int16_t first = machine.next(state, ' ');
     int count = 0;
-    bool is_same = first >= Machine::kDead;  // whether all characters lead to `first`
+    // Whether all characters lead to `first`.
+    bool is_same = first >= Machine::kDead || machine.count(first) != nullptr;
     bool is_legal = true;
     targets.clear();
     const auto visit = [&](int16_t next) {
       const bool is_limited = ++count <= kMaxTargets;
       is_same = is_same && is_limited && next == first;
+      if (const Machine::Count* counted = machine.count(next)) {
+        next = counted->below;
+      }
       is_legal = is_legal && is_limited && next >= 0;
       if (targets.empty() || targets.back() != next) targets.push_back(next);
       return is_same || is_legal;

@@ -11,15 +11,15 @@ namespace graft::guide {
 
 // Finds the states of a machine in which text tokens (see TokenTrie) are legal together, so that
 // mask rows need not visit these tokens one by one. In the following, a character is any character
-// that text tokens may contain.
+// that text tokens may contain. The results hold as long as the counter reaches no limit.
 class TextStates {
  public:
-  static constexpr int16_t kSeveral = -2;
+  static constexpr int16_t kSeveral = INT16_MIN;
 
   TextStates(const Machine& machine, const Distances& distances);
 
-  // Returns the state after any character, kDead if all characters are illegal, or kSeveral if they
-  // lead to several states.
+  // Returns the result of Machine::next() for the last byte of any character: a state, a count, or
+  // kDead if all characters are illegal. Returns kSeveral if the results differ.
   int16_t successor(int32_t state) const { return successor_[at(state)]; }
   // Returns the largest distance after one or more characters, whichever they are, or -1 if a
   // sequence of characters is illegal. It is -1 for states within a character.

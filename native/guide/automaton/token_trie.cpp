@@ -55,6 +55,13 @@ TokenTrie::TokenTrie(const std::vector<uint32_t>& lengths, std::string bytes, in
   std::vector<int32_t> order;
   for (size_t token = 0; token < lengths.size(); ++token) {
     if (lengths[token] > 0) order.push_back(static_cast<int32_t>(token));
+    const std::string_view bytes = text(static_cast<int32_t>(token));
+    const auto later = std::count_if(bytes.begin(), bytes.end(), [](char c) {
+      return (static_cast<uint8_t>(c) & 0xC0) == 0x80;  // not the first byte of a character
+    });
+    // One character may have begun before the token.
+    most_characters_ = std::max(
+        most_characters_, static_cast<int32_t>(bytes.size()) - static_cast<int32_t>(later) + 1);
   }
   std::stable_sort(order.begin(), order.end(),
                    [&](int32_t a, int32_t b) { return text(a) < text(b); });

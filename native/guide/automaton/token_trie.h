@@ -60,12 +60,15 @@ class TokenTrie {
     return {bytes_.data() + offsets_[index], offsets_[index + 1] - offsets_[index]};
   }
   int32_t num_tokens() const { return static_cast<int32_t>(next_equal_.size()); }
+  // Upper bound of the number of characters whose last byte is in a token.
+  int32_t most_characters() const { return most_characters_; }
 
  private:
   // Appends the trie of `tokens`, which must be sorted by their bytes.
   void add_nodes(Part part, const std::vector<int32_t>& tokens);
 
   int32_t vocab_size_;
+  int32_t most_characters_ = 0;
   std::string bytes_;
   std::vector<size_t> offsets_;
   std::vector<int32_t> next_equal_;

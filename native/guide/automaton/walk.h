@@ -24,15 +24,22 @@ struct Walker {
   Result act(int16_t next, Position* position, StackNodes* stack) const {
     if (next == Machine::kDead) return kIllegal;
     const Machine::Action& action = machine.action(next);
-    if (action.entry >= 0) {
+    if (action.entry == Machine::kCount) {
+      const Machine::Count& count = machine.counts()[at(action.target)];
+      ++position->count;
+      position->state = position->count < count.limit ? count.below : count.reached;
+      return kMoved;
+    }
+    if (action.entry != Machine::kPop) {
       position->state = action.target;
+      position->count = 0;
+      if (action.entry == Machine::kReset) return kMoved;
       position->top = stack->push(position->top, action.entry, distances.of_entry(action.entry));
       return kMoved;
     }
     if (position->top == kEmptyStack) return kBelow;
     const StackNodes::Node& node = stack->node(position->top);
-    position->state = machine.return_state(node.entry, action.target);
-    position->top = node.parent;
+    *position = {machine.return_state(node.entry, action.target), node.parent, 0};
     return position->state == Machine::kDead ? kIllegal : kMoved;
   }
 
@@ -71,7 +78,7 @@ struct Walker {
       const Before& before = path[node.depth];
       const int16_t next = machine.next(before.position.state, node.byte);
       Before& after = path[node.depth + 1u];
-      after = {{next, before.position.top}, before.size};
+      after = {{next, before.position.top, before.position.count}, before.size};
       if (next < 0) {
         after.position.state = before.position.state;
         stack->truncate(before.size);

@@ -1,0 +1,197 @@
+"""Automata that count the characters of long strings, near the limits of the strings."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from mask_walks import (
+    STOP,
+    VOCABULARY,
+    compile_both,
+    legal_ids,
+    llguidance_matcher,
+    require_equal_walks,
+)
+from rule_matcher import RuleMatcher
+from test_automaton_stack import load
+
+from graft.grammar import GrammarSpec
+from graft.grammar.automaton.lower import compile_automaton, lower
+from graft.grammar.resolve import resolve_for_backend
+
+FIRST_BYTE = 2
+#: Spellings of one character in a JSON string.
+CHARACTERS = ["a", " ", "é", "日", "😀", r"\n", r"\"", r"\\", r"\u001f", "\u00ad"]
+SCHEMAS = {
+    "text": ({"type": "string", "maxLength": 300}, '"', 300),
+    "both_limits": ({"type": "string", "minLength": 3, "maxLength": 300}, '"', 300),
+    "options": (
+        {
+            "anyOf": [
+                {"type": "string", "maxLength": 300},
+                {"type": "string", "maxLength": 305},
+                {"enum": ["a" * 302, "b", None]},
+            ]
+        },
+        '"',
+        305,
+    ),
+    "objects": (
+        {
+            "anyOf": [
+                {"type": "object", "properties": {"x": {"type": "string", "maxLength": 300}}},
+                {
+                    "type": "object",
+                    "properties": {"x": {"type": "string", "maxLength": 310}, "y": {}},
+                    "required": ["y"],
+                },
+            ]
+        },
+        '{"x": "',
+        310,
+    ),
+    "items": (
+        {"type": "array", "items": {"type": "string", "maxLength": 250}},
+        '["' + "a" * 250 + '", "',
+        250,
+    ),
+}
+
+
+def tokens_of(text: str) -> list[int]:
+    return [FIRST_BYTE + byte for byte in text.encode()]
+
+
+def string_of(length: int, seed: int) -> str:
+    return "".join(random.Random(seed).choices(CHARACTERS, k=length))
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_rows_near_limit_equal_those_of_llguidance_and_oracle(name):
+    """Compare rows after strings of all lengths near the limit, also after rolling back."""
+    schema, before, limit = SCHEMAS[name]
+    spec = GrammarSpec.json_schema(schema)
+    compiled = compile_both(spec)
+    assert len(compiled.automaton.table()["counts"]) > 0
+    oracle = RuleMatcher(lower(resolve_for_backend(spec, "llguidance")))
+    longest = max(map(len, VOCABULARY.tokens))
+    far = limit - longest
+    lengths = [0, far - 15, far - 1, far, far + 2, *range(limit - 3, limit + 1)]
+    for seed, length in enumerate(lengths):
+        text = before + string_of(length, seed)
+        matcher, expected = compiled.matcher(), llguidance_matcher(compiled)
+        for token in tokens_of(text):
+            assert matcher.accept(token)
+            assert expected.accept(token)
+        legal = legal_ids(matcher)
+        assert legal == legal_ids(expected), length
+        node = oracle.after(text.encode())
+        assert set(legal) == {
+            token
+            for token, spelled in enumerate(VOCABULARY.tokens)
+            if spelled and oracle.is_prefix(spelled, node)
+        }
+        for token in random.Random(seed).sample(legal, min(len(legal), 12)):
+            assert matcher.accept(token)
+            assert expected.accept(token)
+            assert legal_ids(matcher) == legal_ids(expected)
+            matcher.rollback(1)
+            expected.rollback(1)
+        assert legal_ids(matcher) == legal
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_rows_with_budget_near_limit_can_be_completed(name):
+    schema, before, limit = SCHEMAS[name]
+    matcher = compile_both(GrammarSpec.json_schema(schema)).matcher()
+    for token in tokens_of(before + "a" * (limit - 12)):
+        assert matcher.accept(token)
+    generator = random.Random(name)
+    while not matcher.is_terminated():
+        legal = legal_ids(matcher)
+        after = {}
+        for token in legal:
+            assert matcher.accept(token)
+            after[token] = matcher.distance()
+            matcher.rollback(1)
+        distance = matcher.distance()
+        assert min(after.values()) <= distance - 1
+        for budget in range(distance, distance + 6):
+            row = np.zeros(VOCABULARY.words, np.int32)
+            assert matcher.fill(row, budget)
+            narrowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+            assert narrowed.tolist() == [token for token in legal if after[token] <= budget - 1]
+        assert matcher.accept(generator.choice(legal))
+
+
+COUNTED = {
+    "letters": GrammarSpec.regex("[a-z]{0,5000}"),
+    "letter_after": GrammarSpec.regex("[ab]{3,400}b"),
+    "two_loops": GrammarSpec.regex("(ab|cd){1,300}-a{0,300}"),
+    "loop_in_loop": GrammarSpec.regex("(x[a-c]{0,300},)*"),
+    "pattern": GrammarSpec.json_schema({"type": "string", "pattern": "^x.{0,1000}$"}),
+    "map": GrammarSpec.json_schema({"type": "object", "additionalProperties": {"maxLength": 999}}),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_counting_automaton_allows_tokens_of_llguidance(name):
+    spec = COUNTED[name]
+    assert len(compile_both(spec).automaton.table()["counts"]) > 0
+    require_equal_walks(spec, walks=6)
+
+
+AMBIGUOUS = {
+    "prefix": GrammarSpec.regex("(a|ab){0,250}"),
+    "second_loop": GrammarSpec.regex("[ab]{0,250}c{0,250}"),
+    "minimum_lengths": GrammarSpec.json_schema(
+        {"anyOf": [{"type": "string", "minLength": n, "maxLength": 300} for n in (0, 2)]}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_ambiguous_repetitions_are_not_counted(name):
+    spec = AMBIGUOUS[name]
+    assert len(compile_both(spec).automaton.table()["counts"]) == 0
+    require_equal_walks(spec, walks=4)
+
+
+def test_string_of_greatest_lengths_ends_at_its_limit():
+    limit = 262_144
+    matcher = compile_both(GrammarSpec.json_schema({"maxLength": limit})).matcher()
+    assert matcher.accept(FIRST_BYTE + ord('"'))
+    letter, quotation = FIRST_BYTE + ord("a"), FIRST_BYTE + ord('"')
+    assert VOCABULARY.tokens[letter] == b"a"
+    for _ in range(limit):
+        assert matcher.accept(letter)
+    assert not matcher.accept(letter)
+    assert [VOCABULARY.tokens[token] for token in legal_ids(matcher)] == [b'"']
+    matcher.rollback(1)
+    assert matcher.accept(letter)
+    assert matcher.accept(quotation)
+    assert matcher.accept(STOP)
+
+
+def test_size_of_automaton_does_not_depend_on_length():
+    sizes = set()
+    for limit in (300, 30_000, 1 << 30):
+        spec = GrammarSpec.json_schema({"type": "string", "maxLength": limit})
+        sizes.add(len(compile_automaton(resolve_for_backend(spec, "llguidance"))))
+    assert len(sizes) == 1
+
+
+def test_invalid_counts_in_serialized_automaton_raise():
+    spec = GrammarSpec.json_schema({"type": "string", "maxLength": 300})
+    data = compile_automaton(resolve_for_backend(spec, "llguidance"))
+    [count] = load(data).table()["counts"]
+    stored = np.array(count[:1], np.int32).tobytes() + np.array(count[1:], np.int16).tobytes()
+    assert data.count(stored) == 1
+    for position in range(0, len(stored), 2):
+        broken = stored[:position] + b"\xff\xff" + stored[position + 2 :]
+        if position == 0:
+            broken = b"\0\0\0\0" + stored[4:]
+        with pytest.raises(RuntimeError, match="invalid data"):
+            load(data.replace(stored, broken))
