@@ -171,8 +171,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE.jsonl",
         help="file with one request per line (-: standard input); a request is a JSON object with "
-        "the key prompt or messages; optional keys are id, raw, tools, variables (for the chat "
-        "template) and the names of grammar and sampling options, for example json_object or "
+        "the key prompt, messages or tokens; optional keys are id, raw, tools, variables (for the "
+        "chat template) and the names of grammar and sampling options, for example json_object or "
         "max_tokens; schemas and structural tags may be JSON objects",
     )
     parser.add_argument(

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import sys
 import threading
 from pathlib import Path
@@ -204,11 +205,15 @@ def test_serve_command_reports_missing_packages_and_used_addresses(monkeypatch, 
         ("--drain x", "'x' is not a non-negative number of seconds"),
         ("--replica-timeout 0", "'0' is not a number of seconds of at least 1"),
         ("--reasoning-parser other", "invalid choice: 'other'"),
+        ("--api-key ''", "a key must not be empty"),
+        ("--api-key a ' '", "a key must not be empty"),
+        ("--max-waiting -1", "'-1' is not an integer from 0 to "),
+        ("--max-body -1", "'-1' is not an integer from 0 to "),
     ],
 )
 def test_serve_command_rejects_invalid_options(arguments, words, capsys):
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["serve", *arguments.split()])
+        cli.main(["serve", *shlex.split(arguments)])
     assert words in capsys.readouterr().err
 
 

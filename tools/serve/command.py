@@ -91,7 +91,7 @@ def _add_endpoint_arguments(group: argparse._ArgumentGroup) -> None:
     _add_replica_arguments(group)
     group.add_argument(
         "--max-waiting",
-        type=int,
+        type=parse_size,
         default=256,
         metavar="N",
         help="maximum number of waiting requests; any further request gets status 429 "
@@ -112,6 +112,7 @@ def _add_endpoint_arguments(group: argparse._ArgumentGroup) -> None:
 def _add_access_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--api-key",
+        type=parse_key,
         nargs="+",
         action="extend",
         metavar="KEY",
@@ -156,7 +157,7 @@ def _add_limit_arguments(group: argparse._ArgumentGroup) -> None:
     ):
         group.add_argument(
             f"--max-{name}",
-            type=int,
+            type=parse_size,
             default=default,
             metavar="BYTES",
             help=f"maximum size of {what} (default %(default)s)",
@@ -167,6 +168,22 @@ def parse_port(text: str) -> int:
     """Parse the value of ``--port``."""
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a port from 0 to 65535")
+    return int(text)
+
+
+def parse_key(text: str) -> str:
+    """Parse a value of ``--api-key``. Without keys, the server would accept every client."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("a key must not be empty")
+    return text
+
+
+def parse_size(text: str) -> int:
+    """Parse a number of requests or bytes."""
+    if not (text.isascii() and text.isdecimal()) or int(text) > 2**31 - 1:
+        raise argparse.ArgumentTypeError(
+            f"{short_repr(text)} is not an integer from 0 to {2**31 - 1}"
+        )
     return int(text)
 
 
