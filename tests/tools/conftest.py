@@ -53,5 +53,5 @@ def http():
     """Return a plain HTTP client, for endpoints that OpenAI's client does not have."""
     import httpx
 
-    with httpx.Client(verify=False) as client:
+    with httpx.Client(verify=False, timeout=60) as client:
         yield client

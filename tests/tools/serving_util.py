@@ -66,7 +66,7 @@ def run_server(engine, drain_s=20.0, access_log=False, **settings):
         assert not thread.is_alive()
 
 
-def wait_for(condition, seconds=20.0):
+def wait_for(condition, seconds=60.0):
     """Wait until a condition holds; fail after a time limit in seconds."""
     end = time.monotonic() + seconds
     while not condition():

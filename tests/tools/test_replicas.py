@@ -491,9 +491,9 @@ def test_serve_replicas_survive_kill_of_one_replica(count):
         root = url.removesuffix("/v1")
         results = asyncio.run(util.run_load(url, requests, count, kill))
         healthy = {"status": "ok", "live": 2, "replicas": 2}
-        util.wait_for(lambda: httpx.get(f"{root}/health").json() == healthy, 120)
+        util.wait_for(lambda: httpx.get(f"{root}/health", timeout=60).json() == healthy, 120)
         sequential = util.run_sequentially(url, requests)
-        page = httpx.get(f"{root}/metrics").text
+        page = httpx.get(f"{root}/metrics", timeout=60).text
     util.wait_for(lambda: not find_processes(mark))
     util.check_load(requests, sequential, results)
     gauges = re.findall(r"^graft_(?:slots|calls|requests_waiting)(?:{.*})? (.*)", page, re.M)

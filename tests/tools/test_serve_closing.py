@@ -81,7 +81,7 @@ def test_server_field_turns_closing_off(client, server):
     with pytest.raises(openai.BadRequestError, match="needs a grammar"):
         chat(client, closing="require")
     url = server.url.removesuffix("/v1") + "/metrics"
-    assert "graft_grammar_closed_total" in httpx.get(url).text
+    assert "graft_grammar_closed_total" in httpx.get(url, timeout=60).text
 
 
 def test_server_completes_structured_output_with_ignored_stop_ids(client):

@@ -34,7 +34,7 @@ UNSENT_BODY = REQUEST.replace(b"\r\n\r\n", b"\r\nContent-Length: 9999\r\n\r\n")
 def connect(url, data=b""):
     """Return a socket that is connected to a server and has sent data."""
     port = int(re.search(r":(\d+)/", url)[1])
-    connection = socket.create_connection(("127.0.0.1", port), timeout=20)
+    connection = socket.create_connection(("127.0.0.1", port), timeout=60)
     connection.sendall(data)
     return connection
 
