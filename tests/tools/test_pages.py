@@ -255,6 +255,7 @@ NOT_RUN = {
     "cd ": "changes the folder",
     "pip install ": "test_packaging.py installs graft and its requirements",
     "python -m sglang.launch_server ": "needs a GPU",
+    "python results/record.py ": "replaces recorded results, which test_results.py checks",
 }
 #: Files that the commands of the pages name.
 COMMAND_FILES = {
