@@ -52,6 +52,12 @@ class ResolvedGrammar:
         accepted the text.
     rules
         Lark grammar that LLGuidance compiles instead of `content`; empty if `content` is compiled.
+    automaton_schema
+        Schema of the automaton that enforces a JSON schema exactly although LLGuidance cannot; see
+        `graft.grammar.schema.router.Route`. None for other grammars.
+    refusal
+        Error to raise if graft has no automaton for `automaton_schema`; empty if the grammar can be
+        compiled without it.
     """
 
     spec: Spec
@@ -60,9 +66,11 @@ class ResolvedGrammar:
     partial: bool = False
     text: str = ""
     rules: str = ""
+    automaton_schema: Any = None
+    refusal: str = ""
 
 
-def resolve_spec(spec: Spec, backend: str) -> ResolvedGrammar:
+def resolve_spec(spec: Spec, backend: str, *, automata: bool = False) -> ResolvedGrammar:
     """Return a grammar in the form that an engine with this backend compiles.
 
     JSON schemas and the schemas of structural tags are converted as follows. For LLGuidance, a
@@ -81,6 +89,8 @@ def resolve_spec(spec: Spec, backend: str) -> ResolvedGrammar:
     backend
         Backend of the engine: ``"auto"``, ``"llguidance"`` or ``"xgrammar"``. If the specification
         names a backend, that backend is used instead.
+    automata
+        As in `resolve_for_backend`.
 
     Raises
     ------
@@ -91,14 +101,17 @@ def resolve_spec(spec: Spec, backend: str) -> ResolvedGrammar:
     reasons = []
     for name in candidate_backends(spec, backend):
         try:
-            return resolve_for_backend(spec, name)
+            return resolve_for_backend(spec, name, automata=automata)
         except UnsupportedFormatError as error:
             reasons.append(str(error))
     raise GrammarError("; ".join(dict.fromkeys(reasons)))
 
 
-def resolve_for_backend(spec: Spec, name: str) -> ResolvedGrammar:
+def resolve_for_backend(spec: Spec, name: str, *, automata: bool = False) -> ResolvedGrammar:
     """Return a grammar in the form that the backend with this name compiles; see `resolve_spec`.
+
+    If `automata` is True, the grammar may be one that only an automaton can enforce; the result
+    then has a `refusal`.
 
     Raise `GrammarError` if the grammar is invalid, the backend cannot enforce it, or the backend
     cannot be used. In the last two cases, the error for a structural format is the subclass
@@ -108,9 +121,18 @@ def resolve_for_backend(spec: Spec, name: str) -> ResolvedGrammar:
         return _resolve_format(spec, name)
     require_usable(name)
     if spec.kind == "json_schema":
-        found = _resolve_schema(parse_json("JSON schema", spec.text), _options_of(spec), name)
-        text = found.text or spec.text
-        return ResolvedGrammar(spec, name, found.schema, found.partial, text, found.rules)
+        value = parse_json("JSON schema", spec.text)
+        found = _resolve_schema(value, _options_of(spec), name, automata=automata)
+        return ResolvedGrammar(
+            spec,
+            name,
+            found.schema,
+            found.partial,
+            found.text or spec.text,
+            found.rules,
+            found.automaton_schema,
+            found.refusal,
+        )
     if spec.kind == "structural_tag":
         return ResolvedGrammar(spec, name, _resolve_tags(spec, name))
     if spec.kind == "choice":
@@ -178,24 +200,26 @@ class _ResolvedSchema(NamedTuple):
     """A JSON schema in the form that a backend compiles.
 
     `schema` is the rewritten schema, the later `ResolvedGrammar.content`. `text` is `schema` as
-    JSON text; it is empty if the schema has not been changed. `partial` and `rules` are the fields
-    of the same name of `ResolvedGrammar`.
+    JSON text; it is empty if the schema has not been changed. The others are the fields of the same
+    name of `ResolvedGrammar`.
     """
 
     schema: Any
     partial: bool
     text: str = ""
     rules: str = ""
+    automaton_schema: Any = None
+    refusal: str = ""
 
 
 def _resolve_schema(
-    value: Any, options: _SchemaOptions, name: str, *, raw: bool = False
+    value: Any, options: _SchemaOptions, name: str, *, raw: bool = False, automata: bool = False
 ) -> _ResolvedSchema:
     """Convert a parsed JSON schema to the form that the backend `name` compiles.
 
     `raw` is True if the schema is part of a structural format whose ``style`` writes the strings of
-    the outermost object as plain text, not as JSON; see `unsafe_strings`. Raise `GrammarError` if
-    the backend cannot enforce the schema.
+    the outermost object as plain text, not as JSON; see `unsafe_strings`. `automata` is as in
+    `resolve_for_backend`. Raise `GrammarError` if the backend cannot enforce the schema.
     """
     try:
         require_usable(name)
@@ -212,13 +236,18 @@ def _resolve_schema(
         )
     except RecursionError:
         raise GrammarError("JSON schema: is nested too deeply") from None
+    refusal = ""
     if found.backend is None:
-        raise GrammarError(f"JSON schema: {found.refusal()}")
-    if not found.exact and not options.partial:
-        raise GrammarError(f"JSON schema: {found.refusal()}{_PARTIAL_HINT}")
-    if options.key_order == "any" and found.ordered:
-        raise GrammarError(f"JSON schema: {found.ordered[0]}")
-    return _ResolvedSchema(found.schema, not found.exact, found.text, found.rules)
+        refusal = f"JSON schema: {found.refusal()}"
+    elif not found.exact and not options.partial:
+        refusal = f"JSON schema: {found.refusal()}{_PARTIAL_HINT}"
+    elif options.key_order == "any" and found.ordered:
+        refusal = f"JSON schema: {found.ordered[0]}"
+    if refusal and (found.automaton_schema is None or not automata):
+        raise GrammarError(refusal)
+    return _ResolvedSchema(
+        found.schema, not found.exact, found.text, found.rules, found.automaton_schema, refusal
+    )
 
 
 def strict_schema(schema: Any) -> Any:

@@ -17,6 +17,7 @@ from graft.grammar.regular.expression import (
     both,
     characters,
     concat,
+    minus,
     optional,
     repeat,
     text,
@@ -46,6 +47,8 @@ _MULTIPLES_OF_3 = lower_regex(
     "([258]|[147][0369]*[147]))+"
 )
 _INTEGER = lower_regex("-?(0|[1-9][0-9]*)")
+#: Numbers that are no integers.
+_FRACTIONAL = lower_regex(r"-?(0|[1-9][0-9]*)\.[0-9]*[1-9][0-9]*")
 _NUMBER = lower_regex(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?")
 
 
@@ -64,6 +67,8 @@ class NumberRange:
     divisor
         Divisor as a pair of integers: a coefficient, and the number of its digits after the decimal
         point. None if there is none.
+    excluded
+        Integers of which no number is a multiple; 1 excludes all integers.
     """
 
     integer: bool = False
@@ -72,6 +77,7 @@ class NumberRange:
     above: float | None = None
     below: float | None = None
     divisor: tuple[int, int] | None = None
+    excluded: frozenset[int] = frozenset()
 
     def intersect(self, other: NumberRange) -> NumberRange:
         """Return the numbers that both ranges contain."""
@@ -87,6 +93,7 @@ class NumberRange:
             _max(self.above, other.above),
             _min(self.below, other.below),
             divisor,
+            self.excluded | other.excluded,
         )
 
 
@@ -107,9 +114,14 @@ def lower_number(numbers: NumberRange) -> Expression:
         )
     else:
         expression = _fractions(low, high, low_inclusive, high_inclusive)
-    if numbers.divisor is None:
-        return expression
-    return both(expression, _multiples(*numbers.divisor))
+    if numbers.divisor is not None:
+        expression = both(expression, _multiples(*numbers.divisor))
+    for divisor in sorted(numbers.excluded):
+        others = minus(_INTEGER, _multiples(divisor, 0)) if divisor > 1 else NOTHING
+        if not numbers.integer:
+            others = union([others, _FRACTIONAL])
+        expression = both(expression, others)
+    return expression
 
 
 def _first_integer(bound: float | None, inclusive: bool) -> int | None:

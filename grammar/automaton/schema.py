@@ -8,6 +8,7 @@ rules grows with the schema and not with its nesting. For a schema that has no e
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 from graft.grammar.automaton.numbers import NOTHING, NumberRange, lower_number
@@ -100,6 +101,19 @@ class Rules:
         """Define the root of the grammar and return all rules."""
         self.set(0, root)
         return self._rules
+
+
+def _ordered_partitions(elements: list[int]) -> Iterator[list[list[int]]]:
+    """Yield the divisions of some elements into groups, in every order of the groups."""
+    if not elements:
+        yield []
+        return
+    first, *others = elements
+    for groups in _ordered_partitions(others):
+        for index in range(len(groups) + 1):
+            yield [*groups[:index], [first], *groups[index:]]
+        for index in range(len(groups)):
+            yield [*groups[:index], [first, *groups[index]], *groups[index + 1 :]]
 
 
 class _Layout:
@@ -324,12 +338,66 @@ class _Document:
             choices.append(self._members([item for item in items if item[1]]))
         return union(choices)
 
+    def _containing(self, arrays: Arrays) -> Expression:
+        """Return the expression between the brackets of arrays with required items.
+
+        The required items can have any order, and an item can meet several requirements.
+        """
+        item = arrays.items or ANYTHING
+        rest = self.lower(item)
+        options = []
+        for groups in _ordered_partitions(list(range(len(arrays.contained)))):
+            required = []
+            for group in groups:
+                parts = [arrays.contained[index] for index in group]
+                if len({id(part) for part in parts}) < len(parts):
+                    break  # one item would count twice
+                required.append(self.lower(functools.reduce(self.reader.intersect, parts, item)))
+            else:
+                options.append(self._with_others(required, rest, arrays.low, arrays.high))
+        if arrays.prefix:
+            raise NoAutomaton("contains has no lowering next to a list of schemas")
+        return union(options) if options else NOTHING
+
+    def _with_others(
+        self, required: list[Expression], other: Expression, low: int, high: int | None
+    ) -> Expression:
+        """Return the expression of the items in `required`, in this order, among other items.
+
+        `low` and `high` are the minimum and the maximum number of all items.
+        """
+        low -= len(required)
+        high = None if high is None else high - len(required)
+        if high is not None and high < 0:
+            return NOTHING
+        if low <= 0 and high is None:
+            counts: list[list[tuple[int, int | None]]] = [[(0, None)] * (len(required) + 1)]
+        elif len(required) > 1:
+            raise NoAutomaton("the number of items is limited next to several required items")
+        elif high is None:
+            counts = [[(before, before), (low - before, None)] for before in range(low)]
+            counts.append([(low, None), (0, None)])
+        else:
+            counts = [
+                [(before, before), (max(low - before, 0), high - before)]
+                for before in range(high + 1)
+            ]
+        options = []
+        for gaps in counts:
+            items = [(other, *gaps[0])]
+            for expression, gap in zip(required, gaps[1:], strict=True):
+                items += [(expression, 1, 1), (other, *gap)]
+            options.append(self._item([self._members(items)]))
+        return union(options)
+
     def _array(self, arrays: Arrays) -> Expression:
         low, high = arrays.low, arrays.high
         if high is not None and high < low:
             return NOTHING
         if low > MAX_COUNT or (high or 0) > MAX_COUNT:
             raise NoAutomaton("the number of items is too large")
+        if arrays.contained:
+            return self._containing(arrays)
         rest = self.lower(arrays.items or ANYTHING)
         prefix = arrays.prefix if high is None else arrays.prefix[:high]
         if not prefix:

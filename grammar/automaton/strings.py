@@ -31,7 +31,7 @@ from graft.grammar.regular.regex import (
 from graft.grammar.schema.name_spelling import EVERY_NAME
 from graft.native import _native
 
-__all__ = ["StringSet", "StringWriter", "matches_name"]
+__all__ = ["StringSet", "StringWriter", "match_common_name", "matches_name"]
 
 #: Letters of the short escapes of JSON strings, by the code of the escaped character.
 _SHORT_ESCAPES = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
@@ -54,7 +54,8 @@ class StringSet:
         Minimum and maximum number of characters; no maximum if `high` is None.
     patterns
         Patterns, each with the way in which it applies: ``"search"`` if it matches some part of the
-        string, ``"match"`` if it matches the whole string, and ``"text"`` if it is the string.
+        string, ``"exclude"`` if it matches no part, ``"match"`` if it matches the whole string, and
+        ``"text"`` if it is the string.
     """
 
     low: int = 0
@@ -81,15 +82,38 @@ def matches_name(pattern: str, name: str) -> bool:
 
 
 @functools.lru_cache(_MAX_CACHED)
+def match_common_name(one: str, other: str) -> bool:
+    """Return whether some property name matches the patterns of two JSON schemas.
+
+    Raise `NoAutomaton` if the automaton is too large.
+    """
+    common = both(_names(one), _names(other))
+    return _automaton(common, f"patterns {one!r} and {other!r}") is not None
+
+
+@functools.lru_cache(_MAX_CACHED)
+def _names(pattern: str) -> Expression:
+    """Return the expression of the names that the pattern of a JSON schema matches."""
+    return lower_search(pattern, characters, JSON_CLASSES)[0]
+
+
+@functools.lru_cache(_MAX_CACHED)
 def _name_automaton(pattern: str) -> _native.guide.Pattern | None:
     """Return the automaton of the pattern of a JSON schema; None if it matches no text."""
-    found, _ = lower_search(pattern, characters, JSON_CLASSES)
+    return _automaton(_names(pattern), f"pattern {pattern!r}")
+
+
+def _automaton(expression: Expression, subject: str) -> _native.guide.Pattern | None:
+    """Return the automaton of an expression; None if it matches no text.
+
+    `subject` begins the message of the error for an automaton that is too large.
+    """
     try:
-        return _native.guide.Pattern(found, _MAX_STATES)
+        return _native.guide.Pattern(expression, _MAX_STATES)
     except ValueError as error:
         if "allows no text" in str(error):
             return None
-        raise NoAutomaton(f"pattern {pattern!r}: {error}") from None
+        raise NoAutomaton(f"{subject}: {error}") from None
 
 
 class StringWriter:
@@ -129,6 +153,8 @@ class StringWriter:
                 within = True
             elif way == "match":
                 parts.append(lower_regex(pattern, self._one_of, JSON_CLASSES))
+            elif way == "exclude":
+                parts.append(minus(self._any, self._search(pattern, 0, None)[0]))
             else:
                 part, fits = self._search(pattern, strings.low, strings.high)
                 parts.append(part)

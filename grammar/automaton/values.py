@@ -9,12 +9,13 @@ which they occur, so this order decides the order of the properties.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from graft.grammar.automaton.formats import FORMATS
 from graft.grammar.automaton.numbers import NumberRange, divisor_of
-from graft.grammar.automaton.strings import StringSet, matches_name
+from graft.grammar.automaton.strings import StringSet, match_common_name, matches_name
 from graft.grammar.regular.regex import NoAutomaton
 from graft.grammar.schema.documents import dialect, word_set
 from graft.grammar.schema.reasons import NoExactForm
@@ -39,6 +40,8 @@ __all__ = [
 MAX_SETS = 50_000
 #: Number of matches of property names against patterns that take as long as creating a set.
 _MATCHES_PER_SET = 5
+#: Maximum number of items of an array that keywords such as ``contains`` require.
+MAX_CONTAINED = 3
 #: Maximum nesting of intersections, as in LLGuidance.
 _MAX_NESTING = 100
 
@@ -62,12 +65,17 @@ class Booleans:
 
 @dataclass(eq=False, slots=True)
 class Arrays:
-    """Arrays whose first items are in the sets `prefix`, and whose other items are in `items`."""
+    """Arrays whose first items are in the sets `prefix`, and whose other items are in `items`.
+
+    For each set in `contained`, another item is in this set. If a set is in the list several times,
+    as many different items are.
+    """
 
     prefix: list[Values] = field(default_factory=list)
     items: Values | None = None
     low: int = 0
     high: int | None = None
+    contained: list[Values] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
@@ -114,7 +122,11 @@ class Union:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The values of the schema to which a reference refers."""
+    """The values that `SchemaReader.resolve` returns for a target.
+
+    The target is that of a ``$ref``, or the name of an intersection with such values. References
+    are resolved only when the values are lowered, so intersections may be recursive.
+    """
 
     target: str
 
@@ -131,7 +143,13 @@ _APPLICATORS = frozenset(["const", "enum", "allOf", "anyOf", "oneOf", "$ref"])
 _ASSERTIONS = word_set(
     """type items additionalItems prefixItems minItems maxItems properties additionalProperties
     patternProperties required minProperties maxProperties minLength maxLength pattern format
-    minimum maximum exclusiveMinimum exclusiveMaximum multipleOf"""
+    minimum maximum exclusiveMinimum exclusiveMaximum multipleOf
+    contains minContains notPattern notMultipleOf"""
+)
+#: Keywords for which no lowering is known.
+_REFUSED = word_set(
+    """oneOf not if uniqueItems maxContains propertyNames dependencies dependentRequired
+    dependentSchemas unevaluatedProperties unevaluatedItems $dynamicRef $recursiveRef"""
 )
 #: Keywords that list the properties or items to which a keyword does not apply.
 _LISTED = {"additionalProperties": "properties", "items": "prefixItems"}
@@ -153,21 +171,63 @@ class SchemaReader:
         self._unknown = frozenset(key for key, since in _SINCE.items() if draft < since)
         self._has_prefix_items = draft >= 2020
         self._targets: dict[str, Values] = {}
+        # Sets whose intersection is the target of a reference, by the name of the target, and the
+        # references by their sets: the targets of references, and the identities of other sets.
+        self._parts: dict[str, list[Values]] = {}
+        self._intersections: dict[tuple[str | int, ...], Reference] = {}
+        self._resolving: set[str] = set()
         self._count = 0
 
     def resolve(self, reference: Reference) -> Values:
         """Return the set of values of a reference's target."""
-        values = self._targets.get(reference.target)
-        if values is None:
+        target = reference.target
+        values = self._targets.get(target)
+        if values is not None:
+            return values
+        if target in self._parts:
+            values = ANYTHING
+            for part in self._parts[target]:
+                values = self.intersect(values, self._dereferenced(part))
+        else:
             if self._references is None:
                 self._references = References(self._root)
             try:
-                schema = self._references.resolve(reference.target)
+                schema = self._references.resolve(target)
             except NoExactForm as error:
                 raise NoAutomaton(str(error)) from None
             values = self.read(schema)
-            self._targets[reference.target] = values
+        self._targets[target] = values
         return values
+
+    def _dereferenced(self, values: Values) -> Values:
+        """Return a set of values that is no reference."""
+        targets = []
+        while isinstance(values, Reference):
+            if values.target in self._resolving:
+                raise NoAutomaton("a reference leads to itself")
+            targets.append(values.target)
+            self._resolving.add(values.target)
+            values = self.resolve(values)
+        self._resolving.difference_update(targets)
+        return values
+
+    def _intersect_later(self, one: Values, other: Values) -> Values:
+        """Return a reference to the intersection of two sets, at least one of them a reference."""
+        parts: dict[str | int, Values] = {}
+        for values in (one, other):
+            if isinstance(values, Reference) and values.target in self._parts:
+                inner = self._parts[values.target]
+            else:
+                inner = [values]
+            for part in inner:
+                parts.setdefault(part.target if isinstance(part, Reference) else id(part), part)
+        if len(parts) == 1:
+            return one
+        key = tuple(parts)
+        if key not in self._intersections:
+            reference = self._intersections[key] = Reference(f"intersection {len(self._parts)}")
+            self._parts[reference.target] = list(parts.values())
+        return self._intersections[key]
 
     def read(self, schema: Any) -> Values:
         """Return the set of values that a schema allows."""
@@ -186,6 +246,8 @@ class SchemaReader:
         result: Values = ANYTHING
         assertions: dict[str, Any] = {}
         for key, value in schema.items():
+            if key in _REFUSED:
+                raise NoAutomaton(f"keyword {key!r} is not supported")
             if key in _APPLICATORS:
                 result = self.intersect(result, self._read_assertions(schema, assertions))
                 assertions = {}
@@ -260,7 +322,16 @@ class SchemaReader:
             None if items is None else self.read(items),
             _count(assertions, "minItems") or 0,
             _count(assertions, "maxItems"),
+            self._read_contained(assertions),
         )
+
+    def _read_contained(self, assertions: dict[str, Any]) -> list[Values]:
+        if "contains" not in assertions:
+            return []
+        count = assertions.get("minContains", 1)
+        if count > MAX_CONTAINED:
+            raise NoAutomaton("contains requires too many items")
+        return [self.read(assertions["contains"])] * count
 
     def _read_object(self, assertions: dict[str, Any]) -> Values:
         read = self.read
@@ -272,6 +343,7 @@ class SchemaReader:
         }
         required = dict.fromkeys(assertions.get("required") or ())
         self._count_matches(len({*properties, *required}), len(patterns))
+        _require_disjoint(patterns, patterns)
         for name in properties if patterns else ():
             for pattern, values in patterns.items():
                 if matches_name(pattern, name):
@@ -308,10 +380,8 @@ class SchemaReader:
         if nesting > _MAX_NESTING or self._count > MAX_SETS:
             raise NoAutomaton("the schema is too large, or combined with itself")
         nesting += 1
-        if isinstance(one, Reference):
-            return self.intersect(self.resolve(one), other, nesting)
-        if isinstance(other, Reference):
-            return self.intersect(one, self.resolve(other), nesting)
+        if isinstance(one, Reference) or isinstance(other, Reference):
+            return self._intersect_later(one, other)
         if isinstance(one, Union):
             return _union([self.intersect(option, other, nesting) for option in one.options])
         if isinstance(other, Union):
@@ -350,11 +420,13 @@ class SchemaReader:
             self._intersect_optional(one.items, other.items, nesting),
             max(one.low, other.low),
             _smaller(one.high, other.high),
+            [*one.contained, *other.contained],
         )
 
     def _intersect_objects(self, one: Objects, other: Objects, nesting: int) -> Values:
         num_names = len({*one.properties, *other.properties, *one.required, *other.required})
         self._count_matches(num_names, len(one.patterns) + len(other.patterns))
+        _require_disjoint(one.patterns, other.patterns)
         properties = {}
         for name, values in one.properties.items():
             properties[name] = self.intersect(values, other.values_of(name), nesting)
@@ -389,6 +461,16 @@ def _objects(objects: Objects) -> Values:
     return NOTHING if is_empty else objects
 
 
+def _require_disjoint(patterns: Iterable[str], others: Iterable[str]) -> None:
+    """Raise `NoAutomaton` if a name matches two different patterns, one of each list."""
+    for pattern in patterns:
+        for other in others:
+            if pattern < other and match_common_name(pattern, other):
+                raise NoAutomaton(f"a name matches the patterns {pattern!r} and {other!r}")
+            if other < pattern and match_common_name(other, pattern):
+                raise NoAutomaton(f"a name matches the patterns {pattern!r} and {other!r}")
+
+
 def _union(options: list[Values]) -> Values:
     """Return the union of sets; `ANYTHING` if it is one of them."""
     found: list[Values] = []
@@ -421,6 +503,8 @@ def _read_string(assertions: dict[str, Any]) -> StringSet:
         if assertions["format"] not in FORMATS:
             raise NoAutomaton(f"format {assertions['format']!r} is not supported")
         patterns.append(("match", FORMATS[assertions["format"]]))
+    if "notPattern" in assertions:
+        patterns.append(("exclude", assertions["notPattern"].value))
     return StringSet(
         _count(assertions, "minLength") or 0, _count(assertions, "maxLength"), tuple(patterns)
     )
@@ -441,6 +525,7 @@ def _read_number(assertions: dict[str, Any], integer: bool) -> NumberRange:
         bounds["exclusiveMinimum"],
         bounds["exclusiveMaximum"],
         None if divisor is None else divisor_of(divisor),
+        frozenset([assertions["notMultipleOf"].value] if "notMultipleOf" in assertions else ()),
     )
 
 

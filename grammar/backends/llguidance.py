@@ -4,6 +4,7 @@ The guided decoder's native worker calls LLGuidance's C interface without holdin
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
@@ -50,7 +51,7 @@ class Prepared(NamedTuple):
     Attributes
     ----------
     text
-        The grammar in LLGuidance's JSON format.
+        The grammar in LLGuidance's JSON format; empty if only the automaton enforces the grammar.
     references
         Special tokens to which the grammar refers in the Lark dialect, such as ``<name>`` and
         ``<[7]>``.
@@ -74,7 +75,10 @@ def prepare(spec: Spec, special: Mapping[str, int], automata: bool) -> Prepared:
     grammar, or if LLGuidance warns that it cannot enforce a part of the grammar and the
     specification is not `partial`.
     """
-    grammar = resolve_for_backend(spec, "llguidance")
+    grammar = resolve_for_backend(spec, "llguidance", automata=automata)
+    automaton = _exact_automaton(grammar)
+    if automaton is not None:
+        return Prepared("", (), automaton)
     if spec.kind == "json_schema" and not grammar.rules:
         # Give LLGuidance the schema itself. If the schema were part of a Lark grammar, as below,
         # parsing the Lark grammar would take about 1 ms.
@@ -90,6 +94,21 @@ def prepare(spec: Spec, special: Mapping[str, int], automata: bool) -> Prepared:
     # a grammar that contains them.
     automaton = compile_automaton(grammar) if automata and not special else None
     return Prepared(text, references, automaton)
+
+
+def _exact_automaton(grammar: ResolvedGrammar) -> bytes | None:
+    """Return the automaton of a schema that LLGuidance cannot enforce exactly.
+
+    Return None for other grammars, and if a partly enforced schema has no automaton. Raise
+    `GrammarError` if another grammar has no automaton.
+    """
+    if grammar.automaton_schema is None:
+        return None
+    exact = dataclasses.replace(grammar, content=grammar.automaton_schema, rules="")
+    automaton = compile_automaton(exact)
+    if automaton is None and grammar.refusal:
+        raise GrammarError(grammar.refusal)
+    return automaton
 
 
 @functools.cache
@@ -112,7 +131,9 @@ def load_native() -> str:
 
 def check_syntax(grammar: ResolvedGrammar) -> None:
     """Parse a grammar with LLGuidance; raise `GrammarError` if LLGuidance refuses it."""
-    if grammar.spec.kind != "json_schema":  # JSON schemas have already been checked
+    if grammar.spec.kind == "json_schema":  # already checked, except schemas for automata only
+        _exact_automaton(grammar)
+    else:
         _check_text(grammar.spec, _lark_grammar(lark_rules(grammar)))
 
 

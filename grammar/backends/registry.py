@@ -85,6 +85,6 @@ def check_syntax(spec: Spec, backend: str) -> None:
     because its running time depends on the grammar and is not bounded, and because graft reads
     XGrammar's warnings from the standard output of the child process.
     """
-    grammar = resolve_spec(spec, backend)
+    grammar = resolve_spec(spec, backend, automata=True)
     readers = {"llguidance": llguidance.check_syntax, "xgrammar": xgrammar.check_syntax}
     readers[grammar.backend](grammar)

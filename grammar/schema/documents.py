@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = [
     "DATA",
     "JSON_TYPES",
     "MAPS",
+    "ForAutomata",
     "JsonTypes",
     "SchemaObject",
     "any_of",
@@ -38,6 +39,16 @@ SchemaObject = dict[str, Any]
 def word_set(text: str) -> frozenset[str]:
     """Split a text at white space and return the set of its words."""
     return frozenset(text.split())
+
+
+class ForAutomata(NamedTuple):
+    """The value of a keyword that rewriting adds to a schema and that only automata can enforce.
+
+    The keywords are ``notPattern``, whose value is a pattern that no string matches, and
+    ``notMultipleOf``, whose value is a whole number of which no number is a multiple.
+    """
+
+    value: Any
 
 
 #: The JSON types. A set of types contains ``integer`` only if it does not contain ``number``.

@@ -75,6 +75,10 @@ class Route:
         Objects whose keys are produced in one order only. By default, these are all objects with
         several possible key orders. With ``key_order="any"``, these are the objects for which no
         grammar with keys in any order could be built.
+    automaton_schema
+        If `exact` is False: an equivalent schema that an automaton may enforce, with keywords that
+        LLGuidance does not support; None if there is none. If graft has an automaton for it, the
+        reasons do not apply.
     spelling
         Values that can be produced, but not in every JSON spelling, such as ``2`` but not ``2.0``.
         Restrictions that apply everywhere are not listed: the layout of white space, and strings
@@ -89,6 +93,7 @@ class Route:
     reasons: tuple[Reason, ...] = ()
     narrowed: tuple[Reason, ...] = ()
     ordered: tuple[Reason, ...] = ()
+    automaton_schema: Any = None
     spelling: tuple[Reason, ...] = ()
 
     def refusal(self) -> str:
@@ -144,6 +149,10 @@ def route(
         excluded = excluded_keys if rules else excluded
     elif accepted and any(has_orders(part) for _, part in subschemas(closest)):
         ordered = (Reason("#", "properties", "keys are produced in the schema's order only"),)
+    automaton_schema = None
+    if reasons or not accepted:
+        automaton_schema, narrowed = _automaton_schema(schema, draft, key_order, assert_formats)
+        excluded = tuple(dict.fromkeys((*excluded, *narrowed)))
     return Route(
         backend="llguidance" if accepted else None,
         schema=spelled.schema,
@@ -153,8 +162,24 @@ def route(
         reasons=tuple(reasons[:_MAX_REASONS]),
         narrowed=rewritten.narrowed + excluded + ordered,
         ordered=ordered,
+        automaton_schema=automaton_schema,
         spelling=tuple(itertools.islice(_restricted_spellings(schema), _MAX_REASONS)),
     )
+
+
+def _automaton_schema(
+    schema: Any, draft: int, key_order: KeyOrder, assert_formats: bool | None
+) -> tuple[Any, tuple[Reason, ...]]:
+    """Return `Route.automaton_schema`, and the valid values that the schema excludes."""
+    form = rewrite(schema, draft=draft, assert_formats=assert_formats, for_automaton=True)
+    if form.lost or not isinstance(form.schema, dict):
+        return None, ()
+    if key_order == "any" and any(has_orders(part) for _, part in subschemas(form.schema)):
+        return None, ()
+    spelled = with_one_spelling(form.schema)
+    if spelled.narrowed and any(_control_character_reasons(form.schema)):
+        return None, ()
+    return spelled.schema, form.narrowed + spelled.narrowed
 
 
 class _Checked(NamedTuple):

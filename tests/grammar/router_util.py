@@ -59,7 +59,8 @@ class Grammar:
         cls, found: Route, backend: LLGuidanceBackend | None = None, automaton: bytes | None = None
     ) -> Grammar:
         """Return the grammar that a route compiles."""
-        return cls(found.schema, found.rules, backend=backend, automaton=automaton)
+        schema = True if automaton else found.schema
+        return cls(schema, found.rules, backend=backend, automaton=automaton)
 
     def matcher(self) -> Matcher:
         """Return a matcher at the start of the grammar."""

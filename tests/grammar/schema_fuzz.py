@@ -15,6 +15,7 @@ If an object repeats a name, the last value counts, as in most JSON parsers.
 
 from __future__ import annotations
 
+import dataclasses
 import decimal
 import itertools
 import json
@@ -32,7 +33,7 @@ from graft.grammar.automaton.lower import compile_automaton
 from graft.grammar.resolve import ResolvedGrammar
 from graft.grammar.schema.router import route
 
-__all__ = ["Outcome", "check_random_schema", "judge", "random_schema", "walk"]
+__all__ = ["Outcome", "automaton_of", "check_random_schema", "judge", "random_schema", "walk"]
 
 NAMES = ("a", "b", "id", "A", "ab", "é", "日", "x y", "a\nb", 'a"b', "a\\b", "\x01", "/", "")
 PATTERNS = ("^a", "^A", "^id$", "^[ab]$", "^[0-9]+$", "b$", "a", "^é", "^(a|id)$", "^[^a]*$", "")
@@ -77,8 +78,9 @@ class Outcome(NamedTuple):
     Attributes
     ----------
     status
-        ``exact``, ``automaton`` (exact, and an automaton was checked), ``refused``, ``impossible``,
-        or ``endless`` if jsonschema would not terminate.
+        ``exact``, ``automaton`` (exact, and an automaton was checked), ``only automaton``
+        (LLGuidance cannot enforce the schema, and its automaton was checked), ``refused``,
+        ``impossible``, or ``endless`` if jsonschema would not terminate.
     problems
         Description of each violation.
     texts
@@ -676,8 +678,11 @@ def check_random_schema(
     if not found.exact:
         if valid and any("allows no output (" in reason.why for reason in found.reasons):
             report(f"refused as impossible ({found.refusal()}), but {valid[0]!r} is valid")
-        return Outcome("refused", problems)
+        if not automata:
+            return Outcome("refused", problems)
     automaton = automaton_of(found) if automata else None
+    if automaton is None and not found.exact:
+        return Outcome("refused", problems)
     grammar = Grammar.routed(found, automaton=automaton)
     count = 0
     walks = [(grammar.matcher(), BYTES) for _ in range(texts)]
@@ -719,10 +724,16 @@ def check_random_schema(
         if text and grammar.accepts(text) and not is_valid(parse(text)):
             report(f"accepts {text}")
     status = "exact" if automaton is None else "automaton"
+    if not found.exact:
+        status = "only automaton"
     return Outcome(status, problems, count, (len(valid), len(invalid)), excused)
 
 
 def automaton_of(found: Route) -> bytes | None:
     """Return the serialized automaton of a routed schema; None if there is none."""
+    if not found.exact:
+        if found.automaton_schema is None:
+            return None
+        found = dataclasses.replace(found, schema=found.automaton_schema, rules="")
     spec = GrammarSpec("json_schema", json.dumps(found.schema))
     return compile_automaton(ResolvedGrammar(spec, "llguidance", found.schema, rules=found.rules))

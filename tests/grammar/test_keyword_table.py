@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from graft.grammar import GrammarSpec
+from graft.grammar.automaton.lower import compile_automaton
+from graft.grammar.resolve import ResolvedGrammar
 from graft.grammar.schema.keyword_support import KEYWORDS
 from graft.grammar.schema.name_spelling import with_one_spelling
 from graft.grammar.schema.router import route
@@ -173,14 +176,20 @@ EXAMPLES: list[tuple[Any, ...]] = [
             ],
         },
     ),
-    ("oneOf", "other overlaps", {"oneOf": [INTEGER, {"type": "number"}]}),
+    ("oneOf", "overlaps of numbers or items", {"oneOf": [INTEGER, {"type": "number"}]}),
+    (
+        "oneOf",
+        "other overlaps",
+        {"type": "string", "oneOf": [{"format": "email"}, {"maxLength": 9}]},
+    ),
     (
         "not",
         "types, values, bounds, required properties, and combinations",
         {"type": "string", "not": {"enum": ["x", "y"]}},
     ),
     ("not", "patterns, most formats", {"type": "string", "not": {"pattern": "a+"}}),
-    ("not", "items, some formats", {"type": "string", "not": {"format": "email"}}),
+    ("not", "items, integers", {"type": "number", "not": INTEGER}),
+    ("not", "some formats", {"type": "string", "not": {"format": "email"}}),
     (
         "if",
         "conditions that have a complement",
@@ -254,6 +263,9 @@ column `auto` shows how graft treats the example with `backend="auto"` if LLGuid
 * *rewritten*: An equivalent schema is enforced.
 * *narrowed*: Every output satisfies the schema, but some valid values are never produced.
   `Route.narrowed` describes these values.
+* *automaton*: Only an [automaton](README.md#automata) can enforce an equivalent schema. The schema
+  is refused in structural formats, if the automaton would be too large, and with `key_order="any"`
+  unless all objects have one order of keys.
 * *refused*: `GrammarSpec.check()` raises an error that names the JSON pointer and the keyword,
   and the engine ends a request with the same error.
 * *annotation*: The JSON Schema standard does not require the keyword to be enforced. It has no
@@ -285,13 +297,22 @@ def without_keyword(schema: dict[str, Any], keyword: str) -> Any:
     return with_one_spelling(rest).schema
 
 
+def has_automaton(schema: Any) -> bool:
+    """Return whether an automaton enforces `Route.automaton_schema`."""
+    spec = GrammarSpec("json_schema", "{}")
+    grammar = ResolvedGrammar(spec, "llguidance", schema)
+    return schema is not None and compile_automaton(grammar) is not None
+
+
 def table() -> str:
     """Return the table of all examples."""
     lines = ["| keyword | with | auto | why refused | XGrammar | LLGuidance |", "|---" * 6 + "|"]
     for keyword, description, schema, *draft in EXAMPLES:
         found = route(schema, draft=draft[0] if draft else 2020)
         why = ""
-        if not found.exact:
+        if not found.exact and has_automaton(found.automaton_schema):
+            outcome = "automaton"
+        elif not found.exact:
             outcome = "refused"
             why = REASONS.get((keyword, description), found.reasons[0].why)
             why = " ".join(why.replace("|", "\\|").split())

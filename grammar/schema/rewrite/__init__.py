@@ -56,6 +56,7 @@ def rewrite(
     draft: int = 2020,
     assert_formats: bool | None = None,
     impossible: frozenset[str] = frozenset(),
+    for_automaton: bool = False,
 ) -> Rewritten:
     """Rewrite a schema into an equivalent schema that LLGuidance can enforce.
 
@@ -68,6 +69,9 @@ def rewrite(
     impossible
         JSON pointers of subschemas that no value satisfies. References to them are replaced with
         ``false``.
+    for_automaton
+        Whether the new schema may have keywords that only automata can enforce: those of
+        `ForAutomata`, and ``contains``.
     """
     if not isinstance(schema, dict):
         return Rewritten(schema)
@@ -77,7 +81,7 @@ def rewrite(
     schema = normalize(schema, draft, impossible)
     if not isinstance(schema, dict):
         return Rewritten(schema)
-    rewriter = Rewriter(schema, draft, assert_formats, RULES)
+    rewriter = Rewriter(schema, draft, assert_formats, RULES, for_automaton)
     new_schema = rewriter.rewrite_document(schema)
     lost = tuple(dict.fromkeys(rewriter.lost))
     narrowed = tuple(dict.fromkeys(rewriter.narrowed))

@@ -8,6 +8,7 @@ from typing import Any
 
 from graft.grammar.schema.documents import (
     JSON_TYPES,
+    ForAutomata,
     JsonTypes,
     SchemaObject,
     any_of,
@@ -24,6 +25,7 @@ from graft.grammar.schema.rewrite.strings import (
     COMPLEMENTED_FORMATS,
     HOSTNAME,
     KNOWN_FORMATS,
+    ecma_pattern,
     literals,
     none_of,
 )
@@ -45,7 +47,8 @@ _HANDLED_ELSEWHERE = word_set(
     """$schema $id id $anchor $defs definitions $comment title description default examples
     deprecated readOnly writeOnly type const enum required properties additionalProperties
     patternProperties items additionalItems prefixItems minimum maximum exclusiveMinimum
-    exclusiveMaximum then else"""
+    exclusiveMaximum if then else dependencies dependentRequired dependentSchemas contains
+    minContains maxContains"""
 )
 #: JSON type of the values that each keyword constrains. All values of other types are valid.
 _TYPE_OF_KEYWORD = {
@@ -87,12 +90,14 @@ Names = frozenset[str] | None
 class Negation:
     """Computes complements of schemas of one document.
 
-    `draft` is the document's JSON schema draft: 3, 4, 6, 7, 2019 or 2020.
+    `draft` is the document's JSON schema draft: 3, 4, 6, 7, 2019 or 2020. `for_automaton` is as in
+    `rewrite`.
     """
 
-    def __init__(self, references: References, draft: int):
+    def __init__(self, references: References, draft: int, for_automaton: bool = False):
         self._references = references
         self._draft = draft
+        self._for_automaton = for_automaton
         self._depth = 0
         # During a call of `partial_complement`: the errors of the parts that the complement leaves
         # out. None at other times.
@@ -154,7 +159,7 @@ class Negation:
 
     def _options(self, schema: SchemaObject, types: JsonTypes, names: Names) -> Iterator[Any]:
         """Yield schemas whose union is the complement of a schema."""
-        yield from _other_types(schema, types)
+        yield from self._other_types(schema, types)
         # `_other_types` has yielded the values of all types that `schema` excludes. Only the types
         # that `schema` allows remain.
         if "type" in schema:
@@ -174,6 +179,12 @@ class Negation:
         for keyword, value in schema.items():
             if keyword not in _HANDLED_ELSEWHERE and _is_relevant(keyword, types):
                 yield from self._keyword(keyword, value, types, names)
+        if "object" in types:
+            yield from self._unmet_dependencies(schema)
+        if "if" in schema:
+            yield from self._unmet_conditions(schema, types, names)
+        if "contains" in schema and "array" in types:
+            yield from self._arrays_without(schema)
 
     def _keyword(self, keyword: str, value: Any, types: JsonTypes, names: Names) -> Iterator[Any]:
         """Yield schemas whose union contains the values that violate one keyword.
@@ -186,10 +197,10 @@ class Negation:
         elif keyword in ("maxLength", "maxItems", "maxProperties"):
             yield {"type": _TYPE_OF_KEYWORD[keyword], "min" + keyword[3:]: int(value) + 1}
         elif keyword == "pattern":
-            yield _other_strings(value)
+            yield self._other_strings(value)
         elif keyword == "format":
             if value in COMPLEMENTED_FORMATS:
-                yield _other_strings(COMPLEMENTED_FORMATS[value])
+                yield self._other_strings(COMPLEMENTED_FORMATS[value])
             elif value == "hostname":
                 yield from self._other_than_hostnames()
             elif value in KNOWN_FORMATS:
@@ -211,8 +222,42 @@ class Negation:
             yield self.complement(self._references.resolve(value), types, names)
         elif keyword == "uniqueItems" and value is False:
             return
+        elif keyword == "multipleOf" and self._for_automaton and value == int(value):
+            json_type = "number" if "number" in types else "integer"
+            yield {"type": json_type, "notMultipleOf": ForAutomata(int(value))}
         elif _is_assertion(keyword):
             raise NoExactForm(keyword, "its complement cannot be expressed in JSON schema")
+
+    def _other_types(self, schema: SchemaObject, types: JsonTypes) -> Iterator[Any]:
+        """Yield schemas whose union contains the values of the `types` that `schema` excludes."""
+        if "type" not in schema:
+            return
+        own_types = types_of({"type": schema["type"]})
+        excluded = [
+            t
+            for t in types
+            if t not in own_types and not (t == "integer" and "number" in own_types)
+        ]
+        if "integer" in own_types and "number" in types:
+            if not self._for_automaton:
+                why = "fractional numbers cannot be distinguished from integers"
+                raise NoExactForm("type", why)
+            excluded.remove("number")
+            yield {"type": "number", "notMultipleOf": ForAutomata(1)}
+        if excluded:
+            yield {"type": sorted(excluded)}
+
+    def _other_strings(self, pattern: str) -> Any:
+        """Return the schema of the strings that a pattern does not match."""
+        words = literals(pattern)
+        try:
+            other = complement_of(pattern) if words is None else none_of(words)
+        except NoExactForm:
+            if not self._for_automaton:
+                raise
+            excluded = ecma_pattern(pattern, without_nul=False)
+            return {"type": "string", "notPattern": ForAutomata(excluded)}
+        return False if other is None else {"type": "string", "pattern": other}
 
     def _other_than_hostnames(self) -> Iterator[Any]:
         """Yield schemas whose union contains the strings that are no host names.
@@ -224,7 +269,7 @@ class Negation:
             if self._omitted is None:
                 raise error
             self._omitted.append(error)
-        yield _other_strings(HOSTNAME)
+        yield self._other_strings(HOSTNAME)
         yield {"type": "string", "minLength": 254}
 
     def _other_values(self, values: Any, types: JsonTypes) -> Iterator[Any]:
@@ -295,11 +340,44 @@ class Negation:
             yield {"type": "array", "minItems": len(prefix) + 1}
             return
         max_items = schema.get("maxItems")
+        if self._for_automaton and not prefix:
+            yield {"type": "array", "contains": self.complement(rest)}
+            return
         if not isinstance(max_items, (int, float)) or max_items > _MAX_ITEMS:
             raise NoExactForm("items", _SOME_ITEM_DIFFERS)
         complement = self.complement(rest)
         for index in range(len(prefix), int(max_items)):
             yield self._item(index, complement)
+
+    def _arrays_without(self, schema: SchemaObject) -> Iterator[Any]:
+        """Yield the schema of arrays without an item that ``contains`` requires."""
+        if schema.get("minContains", 1) != 1 or "maxContains" in schema:
+            raise NoExactForm("contains", "its complement cannot be expressed in JSON schema")
+        yield {"type": "array", "items": self.complement(schema["contains"])}
+
+    def _unmet_conditions(
+        self, schema: SchemaObject, types: JsonTypes, names: Names
+    ) -> Iterator[Any]:
+        """Yield schemas whose union contains the values that violate ``then`` or ``else``."""
+        condition = schema["if"]
+        if "then" in schema:
+            yield {"allOf": [condition, self.complement(schema["then"], types, names)]}
+        if "else" in schema:
+            otherwise = self.complement(schema["else"], types, names)
+            yield {"allOf": [self.complement(condition, types, names), otherwise]}
+
+    def _unmet_dependencies(self, schema: SchemaObject) -> Iterator[Any]:
+        """Yield schemas whose union contains the objects that violate a dependency."""
+        for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
+            for name, dependency in schema.get(keyword, {}).items():
+                present = {"type": "object", "required": [name]}
+                if isinstance(dependency, str):  # draft 3 allows a single name
+                    yield {**present, "properties": {dependency: False}}
+                elif isinstance(dependency, list):
+                    for other in dependency:
+                        yield {**present, "properties": {other: False}}
+                else:
+                    yield {"allOf": [present, self.complement(dependency, frozenset(["object"]))]}
 
     def _objects(self, schema: SchemaObject, names: Names) -> Iterator[Any]:
         """Yield schemas whose union contains the objects with a missing or invalid property.
@@ -347,13 +425,6 @@ class Negation:
             return False
 
 
-def _other_strings(pattern: str) -> Any:
-    """Return the schema of the strings that a pattern does not match."""
-    words = literals(pattern)
-    other = complement_of(pattern) if words is None else none_of(words)
-    return False if other is None else {"type": "string", "pattern": other}
-
-
 def _is_relevant(keyword: str, types: JsonTypes) -> bool:
     """Return whether a keyword constrains values of these types."""
     json_type = _TYPE_OF_KEYWORD.get(keyword)
@@ -387,20 +458,6 @@ def _with_another_property(present: tuple[str, ...], names: tuple[str, ...]) -> 
         "required": list(present),
         "minProperties": len(present) + 1,
     }
-
-
-def _other_types(schema: SchemaObject, types: JsonTypes) -> Iterator[Any]:
-    """Yield at most one schema: that of the values of the `types` that `schema` excludes."""
-    if "type" not in schema:
-        return
-    own_types = types_of({"type": schema["type"]})
-    if "integer" in own_types and "number" in types:
-        raise NoExactForm("type", "fractional numbers cannot be distinguished from integers")
-    excluded = [
-        t for t in types if t not in own_types and not (t == "integer" and "number" in own_types)
-    ]
-    if excluded:
-        yield {"type": sorted(excluded)}
 
 
 def _numbers(schema: SchemaObject, json_type: str) -> Iterator[Any]:

@@ -108,6 +108,8 @@ class Rewriter:
     rules
         Rewriting rules by keyword. A keyword without a rule is copied, and its subschemas are
         rewritten.
+    for_automaton
+        As in `rewrite`.
 
     Attributes
     ----------
@@ -119,15 +121,21 @@ class Rewriter:
     """
 
     def __init__(
-        self, root: SchemaObject, draft: int, assert_formats: bool, rules: Mapping[str, Rule]
+        self,
+        root: SchemaObject,
+        draft: int,
+        assert_formats: bool,
+        rules: Mapping[str, Rule],
+        for_automaton: bool = False,
     ):
         self.lost: list[Reason] = []
         self.narrowed: list[Reason] = []
         self.draft = draft
         self.assert_formats = assert_formats
+        self.for_automaton = for_automaton
         self._rules = rules
         self.references = References(root)
-        self.negation = Negation(self.references, draft)
+        self.negation = Negation(self.references, draft, for_automaton)
         self.disjoint = Disjointness(root, self.references)
         self._listed = ListedValues(self.references, draft, assert_formats)
         parts = subschemas(root)

@@ -11,6 +11,7 @@ from typing import Any
 
 from graft.grammar.schema.documents import (
     JSON_TYPES,
+    ForAutomata,
     JsonTypes,
     SchemaObject,
     any_of,
@@ -306,6 +307,10 @@ def _unique_items(rewriter: Rewriter, value: Any, site: Site) -> None:
 
 
 def _contains(rewriter: Rewriter, value: Any, site: Site) -> None:
+    if rewriter.for_automaton and "maxContains" not in site.schema:
+        site.out["contains"] = rewriter.rewrite(value, f"{site.at}/contains", JSON_TYPES)
+        site.out["minContains"] = int(site.schema.get("minContains", 1))
+        return
     prefix = "prefixItems" if rewriter.draft >= 2020 else "items"
     options = contains(value, site.schema, prefix)
     options += _other_than_arrays(site)
@@ -354,6 +359,16 @@ def _pattern(rewriter: Rewriter, value: Any, site: Site) -> None:
         site.out["pattern"] = pattern
 
 
+def _only_for_automata(keyword: str) -> Rule:
+    """Return the rule of a keyword whose values are `ForAutomata`."""
+
+    def rule(rewriter: Rewriter, value: Any, site: Site) -> None:
+        if isinstance(value, ForAutomata):
+            site.out[keyword] = value
+
+    return rule
+
+
 def _listed_values(rewriter: Rewriter, items: Any) -> list[Any] | None:
     """Return the distinct values that the schema `items` lists; None if it does not list them."""
     items = rewriter.references.follow(items)
@@ -392,4 +407,5 @@ RULES: dict[str, Rule] = {
     "contains": _contains,
     "format": _format,
     "pattern": _pattern,
+    **{keyword: _only_for_automata(keyword) for keyword in ("notPattern", "notMultipleOf")},
 }

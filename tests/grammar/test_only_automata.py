@@ -1,0 +1,125 @@
+"""Tests of JSON schemas that LLGuidance cannot enforce, but automata can."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+from guide_util import BYTES
+from router_util import Grammar
+from schema_fuzz import walk
+
+from graft.grammar import GrammarError, GrammarSpec, LLGuidanceBackend
+from graft.grammar.schema.router import route
+
+ITEMS: list[Any] = [0, 1, 6, 7, -3, 2.5, "", "a", "bb", None, True, [], [0], ["a"], {}, {"a": 1}]
+VALUES: list[Any] = [
+    *ITEMS,
+    *(list(pair) for pair in itertools.product(ITEMS, repeat=2)),
+    *([1, 2, item] for item in ITEMS),
+    *([item, "a", "a"] for item in ITEMS),
+    *({"a": item} for item in ITEMS),
+    *({"a": item, "b": other} for item in ITEMS[:6] for other in ITEMS[:9]),
+    *({"c": {"a": item}} for item in ITEMS),
+    *(n + 0.5 for n in range(-20, 20)),
+    *range(-30, 60),
+    *("".join(chars) for size in range(4) for chars in itertools.product("a1.", repeat=size)),
+]
+STRING, INTEGER = {"type": "string"}, {"type": "integer"}
+ONE_OF_ARRAYS = {"oneOf": [{"items": STRING}, {"items": {"maxLength": 1}, "minItems": 1}]}
+
+SCHEMAS: dict[str, Any] = {
+    "contains": {"type": "array", "contains": INTEGER},
+    "contains object": {"type": "array", "contains": {"required": ["a"]}},
+    "contains two": {"type": "array", "contains": STRING, "minContains": 2},
+    "contains both": {"type": "array", "allOf": [{"contains": STRING}, {"contains": INTEGER}]},
+    "contains at least": {"type": "array", "contains": STRING, "minItems": 2},
+    "contains among": {
+        "type": "array",
+        "contains": STRING,
+        "items": {"type": ["string", "integer"]},
+        "minItems": 3,
+    },
+    "contains nested": {"contains": {"contains": {"const": "a"}}},
+    "not items": {"type": "array", "not": {"items": STRING}},
+    "one of arrays": ONE_OF_ARRAYS,
+    "number or integer": {"oneOf": [INTEGER, {"type": "number", "minimum": 5}]},
+    "no integer": {"type": ["number", "string"], "not": INTEGER},
+    "no integer in range": {"type": "number", "not": INTEGER, "minimum": -2.5, "maximum": 9},
+    "no multiple": {"type": "number", "not": {"multipleOf": 3}},
+    "no multiples": {"type": "integer", "not": {"anyOf": [{"multipleOf": 4}, {"multipleOf": 6}]}},
+    "long complement": {
+        "type": "string",
+        "not": {"pattern": "^a(?:[1a]{0,20}a)?(?:\\.a(?:[1a]{0,20}a)?)*$"},
+    },
+    "complement of complement": {"not": {"not": {"type": "array", "contains": INTEGER}}},
+    "recursive with other keywords": {
+        "$defs": {
+            "node": {"properties": {"a": INTEGER, "c": {"$ref": "#/$defs/node", "required": ["a"]}}}
+        },
+        "$ref": "#/$defs/node",
+        "type": "object",
+    },
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_automaton_enforces_schema_that_llguidance_cannot(name: str):
+    """The automaton accepts the values that jsonschema accepts, and generates only such values."""
+    schema = SCHEMAS[name]
+    found = route(schema)
+    assert not found.exact and found.automaton_schema is not None
+    grammar = Grammar(spec=GrammarSpec.json_schema(schema))
+    valid = jsonschema.Draft202012Validator(schema)
+    accepted = 0
+    for value in VALUES:
+        expected = valid.is_valid(value)
+        assert grammar.accepts_value(value) == expected, value
+        accepted += expected
+    assert 0 < accepted < len(VALUES)
+    rng = random.Random(0)
+    for _ in range(20):
+        text = walk(grammar.matcher(), BYTES, rng)
+        if text is not None:
+            assert valid.is_valid(json.loads(text)), text
+
+
+def test_numbers_that_are_no_multiples_have_no_other_spelling():
+    grammar = Grammar(spec=GrammarSpec.json_schema({"type": "number", "not": INTEGER}))
+    assert grammar.accepts("2.50") and grammar.accepts("-0.5")
+    assert not any(map(grammar.accepts, ("2.0", "2", "-0", "2.5e1", "0.00", "1e-1")))
+    grammar = Grammar(spec=GrammarSpec.json_schema({"type": "number", "not": {"multipleOf": 2}}))
+    assert grammar.accepts("3") and grammar.accepts("2.5")
+    assert not any(map(grammar.accepts, ("2", "-0", "2.0", "4e0")))
+
+
+def test_refusal_remains_without_automaton():
+    """An automaton is refused where only LLGuidance can run, or if it would be too large."""
+    schema = SCHEMAS["contains"]
+    GrammarSpec.json_schema(schema).check()
+    message = "contains: cannot be enforced in arrays without maxItems"
+    with pytest.raises(GrammarError, match=message):
+        LLGuidanceBackend(BYTES, automata=False).compile(GrammarSpec.json_schema(schema))
+    form = {"type": "json_schema", "json_schema": schema}
+    with pytest.raises(GrammarError, match=message):
+        GrammarSpec.structural_format(form).check("llguidance")
+    large = {"allOf": [{"not": {"pattern": f"a.{{{n}}}$"}} for n in (20, 21)], **STRING}
+    with pytest.raises(GrammarError, match="not: "):
+        GrammarSpec.json_schema(large).check()
+
+
+def test_key_order_any_needs_an_automaton_without_orders():
+    Grammar(spec=GrammarSpec.json_schema(SCHEMAS["not items"], key_order="any"))
+    schema = {**SCHEMAS["contains"], "items": {"properties": {"a": INTEGER, "b": INTEGER}}}
+    assert Grammar(spec=GrammarSpec.json_schema(schema)).accepts('[{"a": 1, "b": 2}, 3]')
+    with pytest.raises(GrammarError, match="contains"):
+        GrammarSpec.json_schema(schema, key_order="any").check()
+
+
+def test_partial_schema_is_exact_with_an_automaton():
+    spec = GrammarSpec.json_schema(SCHEMAS["contains"], partial=True)
+    assert not Grammar(spec=spec).accepts("[]")
