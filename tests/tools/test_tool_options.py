@@ -16,9 +16,11 @@ REFUSALS = [
     ("bench.speculation", "--prompts {prompts} --max-length 4", "request 0 refused"),
     ("bench.speculation", "--batches 0", "--batches: must be a whole number of at least 1, not 0"),
     ("bench.speculation", "--chart {folder}/chart.gif", "chart.gif: the name must end in .svg"),
+    ("bench.speculation", "--tasks 0", "--tasks: must be a whole number of at least 1, not 0"),
     ("cli", "generate --prompt x --trace {folder}/trace.txt", "must end in .json"),
     ("cli", "generate --prompt x --trace {folder}/none/trace.json", "there is no folder"),
     ("gpu_first.__main__", "--sections none", "invalid choice: 'none'"),
+    ("gpu_first.__main__", "--minutes 0", "--minutes must be above 0, not 0"),
     ("labs.callback_latency.__main__", "--callbacks 65", "--callbacks"),
     ("labs.callback_latency.__main__", "--samples 0", "--samples"),
     ("labs.gil_deadlock.__main__", "--case alloc", "--case"),
@@ -55,6 +57,16 @@ def test_serving_bench_names_missing_package(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "httpx", None)
     assert run_tool("bench.serving", ["--calls", "1"]) == 2
     assert "needs the package httpx: pip install httpx" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("url", "words"), [("http://127.0.0.1:1/v1", "ConnectError"), ("nowhere", "protocol")]
+)
+def test_serving_bench_says_why_no_request_succeeds(capsys, url, words):
+    pytest.importorskip("httpx")
+    assert run_tool("bench.serving", ["--calls", "1", "--url", url]) == 2
+    error = capsys.readouterr().err
+    assert f"--url {url}: all warm-up requests failed: " in error and words in error
 
 
 def test_serving_bench_goodput_is_the_rate_if_all_responses_are_in_time():

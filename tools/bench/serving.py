@@ -45,11 +45,12 @@ WARM_UP_RATE = 8.0
 
 @dataclass(frozen=True)
 class Response:
-    """Latencies of one request. A failed request has the default values."""
+    """Latencies of one request. A failed request has no latencies, and may have an error."""
 
     first_token_s: float = 0.0  #: time to first token
     token_s: float = 0.0  #: mean time per output token after the first one
     complete: bool = False  #: whether the response ended with finish reason "stop"
+    error: str = ""
 
 
 def make_bodies(count: int, model: str, seed: int) -> list[dict[str, Any]]:
@@ -83,6 +84,9 @@ async def send(client: Any, body: dict[str, Any]) -> Response:
     finish_reason = None
     tokens = 0
     async with client.stream("POST", "chat/completions", json=body) as stream:
+        if stream.status_code != 200:
+            text = (await stream.aread()).decode(errors="replace")
+            return Response(error=f"status {stream.status_code}: {text:.500}")
         async for line in stream.aiter_lines():
             if not line.startswith("data: {"):
                 continue
@@ -116,8 +120,8 @@ async def send_all(
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 response = await send(client, body)
-        except (httpx.HTTPError, TimeoutError):
-            response = Response()
+        except (httpx.HTTPError, TimeoutError) as error:
+            response = Response(error=f"{type(error).__name__}: {error}")
         bar.update()
         return response
 
@@ -261,12 +265,18 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure at all request rates, after a few warm-up requests that are not counted."""
+    """Measure at all request rates, after a few warm-up requests that are not counted.
+
+    Raise OptionError if all warm-up requests fail.
+    """
     results = []
     with demo_server() if options.url is None else nullcontext(options.url) as url:
         bodies = make_bodies(options.calls, options.model, options.seed)
         warm_up = bodies[:WARM_UP_REQUESTS]
-        asyncio.run(send_all(url, options.key, warm_up, WARM_UP_RATE, options.seed))
+        warm, *_ = asyncio.run(send_all(url, options.key, warm_up, WARM_UP_RATE, options.seed))
+        errors = [response.error for response in warm if response.error]
+        if len(errors) == len(warm):
+            raise OptionError(f"--url {url}: all warm-up requests failed: {errors[0]}")
         for rate in options.rates:
             sent = asyncio.run(send_all(url, options.key, bodies, rate, options.seed))
             limits_s = (options.first_ms / 1e3, options.token_ms / 1e3)

@@ -452,7 +452,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     prompts.add_argument(
         "--tasks",
-        type=number_from(0),
+        type=number_from(1),
         default=0,
         help="number of held-out tasks of the demo model to run",
     )

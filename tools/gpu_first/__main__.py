@@ -315,7 +315,10 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9, help="time limit (default 9)")
     parser.add_argument("--out", type=Path, default=Path("build/gpu_first"), metavar="FOLDER")
     parser.add_argument("--small", action="store_true", help="sizes for the soft device")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not options.minutes > 0:
+        parser.error(f"--minutes must be above 0, not {options.minutes:g}")
+    return options
 
 
 def stop(signum: int, frame: Any) -> None:
