@@ -48,8 +48,8 @@ class ResolvedGrammar:
         Whether outputs may violate a part of the JSON schema.
     text
         The JSON schema as the JSON text that the backend reads; empty for grammars of the other
-        kinds. For LLGuidance, the text includes LLGuidance's options, and LLGuidance has already
-        accepted the text.
+        kinds. For LLGuidance, the text includes LLGuidance's options, and LLGuidance accepts the
+        text.
     rules
         Lark grammar that LLGuidance compiles instead of `content`; empty if `content` is compiled.
     automaton_schema

@@ -87,7 +87,7 @@ def prepare(spec: Spec, special: Mapping[str, int], automata: bool) -> Prepared:
     else:
         rules = lark_rules(grammar, special)
         text = _lark_grammar(rules)
-    if spec.kind != "json_schema":  # JSON schemas have already been checked with LLGuidance
+    if spec.kind != "json_schema":  # the router has already checked JSON schemas
         _check_text(spec, text)
     references = tuple({name for name in _LARK_TOKEN.findall(rules) if name})
     # Automata read the bytes of tokens. Special tokens have no bytes, so no automaton is built for

@@ -12,6 +12,7 @@ __all__ = [
     "MAPS",
     "ForAutomata",
     "JsonTypes",
+    "Parts",
     "SchemaObject",
     "any_of",
     "can_combine",
@@ -34,6 +35,8 @@ __all__ = [
 JsonTypes = frozenset[str]
 #: A JSON schema that is an object. A schema can also be a boolean.
 SchemaObject = dict[str, Any]
+#: Subschemas of a document with their JSON pointers; see `subschemas`.
+Parts = list[tuple[str, SchemaObject]]
 
 
 def word_set(text: str) -> frozenset[str]:
@@ -111,12 +114,12 @@ _SCHEMA_KEYWORDS = word_set(
 )
 
 
-def subschemas(schema: Any, at: str = "#") -> list[tuple[str, SchemaObject]]:
+def subschemas(schema: Any, at: str = "#") -> Parts:
     """Return all subschemas that are dicts, with their JSON pointers. Parents precede children.
 
     `at` is the pointer of `schema`.
     """
-    found: list[tuple[str, SchemaObject]] = []
+    found: Parts = []
     pending = [(at, schema)]
     while pending:
         pointer, part = pending.pop()
@@ -146,7 +149,7 @@ _COMBINING = word_set(
 )
 
 
-def can_combine(parts: list[tuple[str, SchemaObject]]) -> bool:
+def can_combine(parts: Parts) -> bool:
     """Return whether several subschemas of a document may apply to the same value.
 
     `parts` are all subschemas of the document; see `subschemas`.

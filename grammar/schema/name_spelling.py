@@ -13,6 +13,7 @@ import re
 from typing import Any, NamedTuple
 
 from graft.grammar.schema.documents import (
+    Parts,
     SchemaObject,
     copy_json,
     required_of,
@@ -53,7 +54,7 @@ class OneSpelling(NamedTuple):
     narrowed: tuple[Reason, ...] = ()
 
 
-def with_one_spelling(schema: Any) -> OneSpelling:
+def with_one_spelling(schema: Any, parts: Parts | None = None) -> OneSpelling:
     r"""Return the form of a rewritten schema in which LLGuidance compares names correctly.
 
     Otherwise, LLGuidance would allow a listed name as an additional name if one of its characters
@@ -63,8 +64,11 @@ def with_one_spelling(schema: Any) -> OneSpelling:
     schema, or if the schema has patterns, this is not possible, because LLGuidance only accepts
     disjoint patterns. The returned schema then disables ``\u`` escapes in all strings. This
     excludes the control characters that have no other escape sequence.
+
+    `parts` are all subschemas of the schema; None if the caller does not have them.
     """
-    parts = subschemas(schema)
+    if parts is None:
+        parts = subschemas(schema)
     found = [(pointer, part) for pointer, part in parts if _has_ambiguous_names(part)]
     if not found:
         return OneSpelling(schema)
@@ -111,7 +115,7 @@ def _allows_any_addition(part: SchemaObject) -> bool:
     return not any(map(_ESCAPED.search, names))
 
 
-def _may_refuse_every_name(parts: list[tuple[str, SchemaObject]]) -> bool:
+def _may_refuse_every_name(parts: Parts) -> bool:
     """Return whether LLGuidance may refuse a schema to which the pattern `EVERY_NAME` is added.
 
     This is the case if the schema already has patterns, or if subschemas limit the number of

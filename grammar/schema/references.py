@@ -12,6 +12,7 @@ from graft.grammar.schema.reasons import NoExactForm
 __all__ = ["References", "pointer_steps", "replace_references"]
 
 _MAX_REFERENCE_CHAIN = 8
+_IDENTIFIERS = frozenset(("$id", "id"))
 
 
 def pointer_steps(pointer: str) -> list[str]:
@@ -124,11 +125,10 @@ def _has_nested_id(root: Any) -> bool:
     while pending:
         part = pending.pop()
         if isinstance(part, dict):
-            for key in ("$id", "id"):
-                if isinstance(part.get(key), str) and not part[key].startswith("#"):
+            for key in _IDENTIFIERS & part.keys():
+                if isinstance(part[key], str) and not part[key].startswith("#"):
                     return True
-            part = part.values()
-        elif not isinstance(part, list):
-            continue
-        pending += [inner for inner in part if isinstance(inner, (dict, list))]
+            pending.extend(part.values())
+        elif isinstance(part, list):
+            pending.extend(part)
     return False

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from graft.grammar.schema.any_order.grammar import any_order_grammar
-from graft.grammar.schema.documents import has_orders, subschemas, word_set
+from graft.grammar.schema.documents import Parts, has_orders, subschemas, word_set
 from graft.grammar.schema.llguidance_check import (
     document_text,
     is_unsatisfiable,
@@ -23,6 +23,7 @@ from graft.grammar.schema.llguidance_check import (
     text_error,
 )
 from graft.grammar.schema.name_spelling import CONTROL, NO_CONTROL, OneSpelling, with_one_spelling
+from graft.grammar.schema.plain import is_plain
 from graft.grammar.schema.reasons import Reason
 from graft.grammar.schema.refused_keywords import find_causes
 from graft.grammar.schema.rewrite import Rewritten, rewrite
@@ -58,8 +59,8 @@ class Route:
         Schema to compile. Keywords that LLGuidance does not support are replaced with equivalent
         keywords. If `exact` is False, the parts that `reasons` names are missing.
     text
-        `schema` with LLGuidance's options as the JSON text that LLGuidance has accepted; empty if
-        `backend` is None.
+        `schema` with LLGuidance's options as JSON text that LLGuidance accepts; empty if `backend`
+        is None.
     exact
         Whether every output satisfies the original schema.
     rules
@@ -134,7 +135,7 @@ def route(
         The argument is not a schema, no finite value satisfies it, or an option is unknown.
     """
     check_options(key_order, whitespace, assert_formats)
-    check_schema(schema)
+    given_parts = check_schema(schema)
     rewritten, reasons, checked = _closest_form(schema, draft, whitespace, assert_formats)
     closest = rewritten.schema
     accepted = bool(checked.text)
@@ -147,7 +148,7 @@ def route(
     if key_order == "any" and accepted:
         rules, ordered, excluded_keys = any_order_grammar(closest, whitespace)
         excluded = excluded_keys if rules else excluded
-    elif accepted and any(has_orders(part) for _, part in subschemas(closest)):
+    elif accepted and any(has_orders(part) for _, part in checked.parts):
         ordered = (Reason("#", "properties", "keys are produced in the schema's order only"),)
     automaton_schema = None
     if reasons or not accepted:
@@ -163,7 +164,7 @@ def route(
         narrowed=rewritten.narrowed + excluded + ordered,
         ordered=ordered,
         automaton_schema=automaton_schema,
-        spelling=tuple(itertools.islice(_restricted_spellings(schema), _MAX_REASONS)),
+        spelling=tuple(itertools.islice(_restricted_spellings(given_parts), _MAX_REASONS)),
     )
 
 
@@ -189,6 +190,8 @@ class _Checked(NamedTuple):
     ----------
     schema
         The rewritten schema, without the keywords that LLGuidance refuses.
+    parts
+        All subschemas of `schema`; see `subschemas`.
     spelled
         `schema` in the form that LLGuidance compiles: with one spelling of each property name; see
         `with_one_spelling`.
@@ -197,6 +200,7 @@ class _Checked(NamedTuple):
     """
 
     schema: Any
+    parts: Parts
     spelled: OneSpelling
     text: str
 
@@ -224,9 +228,10 @@ def _closest_form(
     while True:
         rewritten = rewritten_form(schema)
         narrowed += rewritten.narrowed
-        checked = _closest_accepted(rewritten.schema, whitespace, deadline)
+        parts = subschemas(rewritten.schema)
+        checked = _closest_accepted(rewritten.schema, parts, whitespace, deadline)
         accepted = bool(checked.text)
-        pointers = endless_definitions(rewritten.schema)
+        pointers = endless_definitions(rewritten.schema, parts)
         if not accepted and isinstance(rewritten.schema, dict):
             pointers |= impossible_definitions(rewritten.schema)
         found = {rewritten.origins.get(pointer, pointer) for pointer in pointers}
@@ -249,39 +254,45 @@ def _closest_form(
     return rewritten._replace(schema=checked.schema, narrowed=narrowed), reasons, checked
 
 
-def _closest_accepted(schema: Any, whitespace: Whitespace, deadline: float) -> _Checked:
+def _closest_accepted(
+    schema: Any, parts: Parts, whitespace: Whitespace, deadline: float
+) -> _Checked:
     """Remove from a rewritten schema, one by one, the keywords that LLGuidance refuses.
 
+    `parts` are all subschemas of the schema. Plain schemas (`is_plain`) are not checked with
+    LLGuidance, whose check takes as long as the rest of the router.
     Searches for refused keywords stop when ``time.thread_time()`` reaches `deadline`. If no
     keyword to remove is found, the result contains the given schema, and its `text` is empty.
     """
     remaining = schema
     count = 0
     while True:
-        spelled = with_one_spelling(remaining)
+        remaining_parts = parts if remaining is schema else subschemas(remaining)
+        spelled = with_one_spelling(remaining, remaining_parts)
         text = document_text(spelled.schema, whitespace)
-        error = text_error(text)
+        error = "" if is_plain(remaining_parts, text) else text_error(text)
         if not error:
-            return _Checked(remaining, spelled, text)
+            return _Checked(remaining, remaining_parts, spelled, text)
+        refused = _Checked(schema, parts, with_one_spelling(schema, parts), "")
         if not isinstance(schema, dict):
-            return _Checked(schema, with_one_spelling(schema), "")
+            return refused
         if remaining is schema:
             remaining = copy.deepcopy(schema)
-        parts = dict(subschemas(remaining))
+        by_pointer = dict(subschemas(remaining))
         [reason] = schema_errors(remaining) or [Reason("#", "schema", error)]
-        if reason.keyword not in parts.get(reason.pointer, ()) and reason.keyword != "schema":
+        if reason.keyword not in by_pointer.get(reason.pointer, ()) and reason.keyword != "schema":
             _, [reason] = find_causes(remaining, Rewritten(remaining), Rewritten, 1, deadline)
-        if reason.keyword not in parts.get(reason.pointer, ()):
+        if reason.keyword not in by_pointer.get(reason.pointer, ()):
             # No keyword can be removed, for example because the schema is unsatisfiable.
-            return _Checked(schema, with_one_spelling(schema), "")
+            return refused
         count += 1
         if count > _MAX_REASONS:
             # After `_MAX_REASONS` iterations, the keyword is removed from all subschemas at once,
             # so that the number of iterations is bounded.
-            for part in parts.values():
+            for part in by_pointer.values():
                 part.pop(reason.keyword, None)
         else:
-            parts[reason.pointer].pop(reason.keyword)
+            by_pointer[reason.pointer].pop(reason.keyword)
 
 
 def _control_character_reasons(schema: Any) -> Iterator[Reason]:
@@ -310,9 +321,9 @@ def _has_control(value: Any) -> bool:
     return isinstance(value, str) and CONTROL.search(value) is not None
 
 
-def _restricted_spellings(schema: Any) -> Iterator[Reason]:
+def _restricted_spellings(parts: Parts) -> Iterator[Reason]:
     """Yield a reason for each subschema whose numbers are allowed in some JSON spellings only."""
-    for pointer, part in subschemas(schema):
+    for pointer, part in parts:
         json_type = part.get("type")
         types = json_type if isinstance(json_type, list) else [json_type]
         if "integer" in types:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graft.grammar.schema.documents import SchemaObject, subschemas
+from graft.grammar.schema.documents import Parts, SchemaObject, subschemas
 from graft.grammar.schema.llguidance_check import schema_error
 from graft.grammar.schema.reasons import NoExactForm
 from graft.grammar.schema.references import References, replace_references
@@ -57,13 +57,12 @@ def impossible_definitions(document: SchemaObject) -> frozenset[str]:
     return frozenset(found)
 
 
-def endless_definitions(document: Any) -> frozenset[str]:
+def endless_definitions(document: Any, parts: Parts) -> frozenset[str]:
     """Return the JSON pointers of definitions that only infinitely nested values satisfy.
 
     An example is a definition that requires a property with the same definition. LLGuidance would
-    let a model begin such a value, which can never end.
+    let a model begin such a value, which can never end. `parts` are all subschemas of the document.
     """
-    parts = subschemas(document)
     if not any("$ref" in part for _, part in parts):
         return frozenset()
     references = References(document)

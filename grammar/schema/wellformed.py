@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from graft.grammar.errors import GrammarError
-from graft.grammar.schema.documents import SchemaObject, required_of, subschemas, word_set
+from graft.grammar.schema.documents import Parts, SchemaObject, required_of, subschemas, word_set
 from graft.grammar.schema.reasons import NoExactForm
 from graft.grammar.schema.references import References
 
@@ -19,6 +19,10 @@ _SCHEMA_KEYWORDS = word_set(
     """type properties items $ref anyOf oneOf allOf enum const not if $defs definitions format
     pattern additionalProperties patternProperties"""
 )
+
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+#: Keywords that may exclude every finite value; see `_endless_keyword`.
+_REQUIRING = word_set("$ref anyOf oneOf allOf required minItems")
 
 
 class _Wrapper(NamedTuple):
@@ -165,8 +169,10 @@ _FORM_OF_KEYWORD = {
 }
 
 
-def check_schema(schema: Any) -> None:
+def check_schema(schema: Any) -> Parts:
     """Check that a parsed document is a JSON schema that a finite value can satisfy.
+
+    Return all subschemas of the document.
 
     Raise `GrammarError` if a keyword has an invalid value, if a reference has no target, or if
     references make the schema unsatisfiable. The message contains the JSON pointer and the keyword.
@@ -182,12 +188,13 @@ def check_schema(schema: Any) -> None:
     parts = subschemas(schema)
     known = {id(part) for _, part in parts}
     # A reference may refer to a subschema that is not the value of a known keyword. Such subschemas
-    # are appended to the list during the loop, so that they are checked too.
-    for pointer, part in parts:
+    # are appended to `reached` during the loop, so that they are checked too.
+    reached = [*parts]
+    for pointer, part in reached:
         _check_keywords(pointer, part)
-        for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
+        for keyword in _REFERENCES:
             reference: Any = part.get(keyword)
-            if references.pointer(reference) is None:
+            if reference is None or references.pointer(reference) is None:
                 continue
             target = _resolve(references, pointer, keyword, reference)
             if id(target) in known:
@@ -195,9 +202,10 @@ def check_schema(schema: Any) -> None:
             for new_pointer, new_part in subschemas(target, reference):
                 if id(new_part) not in known:
                     known.add(id(new_part))
-                    parts.append((new_pointer, new_part))
-    if isinstance(schema, dict) and any("$ref" in part for _, part in parts):
-        _check_finite(schema, parts, references)
+                    reached.append((new_pointer, new_part))
+    if isinstance(schema, dict) and any("$ref" in part for _, part in reached):
+        _check_finite(schema, reached, references)
+    return parts
 
 
 def _check_wrapper(schema: Any) -> None:
@@ -243,9 +251,7 @@ def _resolve(references: References, pointer: str, keyword: str, reference: Any)
     return target
 
 
-def finite_values(
-    parts: list[tuple[str, SchemaObject]], references: References
-) -> Callable[[Any], bool]:
+def finite_values(parts: Parts, references: References) -> Callable[[Any], bool]:
     """Return a predicate: whether a given schema of a document allows any finite value.
 
     `parts` are all subschemas of the document; parents precede children. The function computes a
@@ -265,15 +271,13 @@ def finite_values(
         for _, part in reversed(parts):  # children first
             if finite[id(part)]:
                 continue
-            if _endless_keyword(part, is_finite, references) is None:
+            if _REQUIRING.isdisjoint(part) or _endless_keyword(part, is_finite, references) is None:
                 finite[id(part)] = True
                 changed = True
     return is_finite
 
 
-def _check_finite(
-    schema: SchemaObject, parts: list[tuple[str, SchemaObject]], references: References
-) -> None:
+def _check_finite(schema: SchemaObject, parts: Parts, references: References) -> None:
     """Raise `GrammarError` if recursive references exclude every finite value."""
     is_finite = finite_values(parts, references)
     pointers = {id(part): pointer for pointer, part in parts}
