@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-import numpy as np
-
 from graft.cudagraph.driver.driver import call, cu
 from graft.cudagraph.driver.handles import StreamLike, stream_handle
 from graft.cudagraph.driver.held import hold_foreign
-from graft.cudagraph.driver.memory import DeviceArray, PinnedArray, Span, check_byte, copy_span
+from graft.cudagraph.driver.memory import (
+    INTEGERS,
+    DeviceArray,
+    PinnedArray,
+    Span,
+    check_byte,
+    copy_span,
+)
 from graft.cudagraph.errors import KernelError, OptionError, ShapeError
 from graft.cudagraph.host.hostwork import (
     HostWork,
@@ -218,13 +223,13 @@ def _triple(kernel: Kernel, label: str, dims: Dims, largest: Triple) -> Triple:
     triple = dims if isinstance(dims, tuple) else (dims, 1, 1)
     valid = len(triple) == 3
     for size in triple:
-        valid = valid and isinstance(size, int | np.integer) and size >= 1
+        valid = valid and isinstance(size, INTEGERS) and size >= 1
     if not valid:
         raise KernelError(
             f"kernel {kernel.name!r}: {label} must be a positive int or a triple of them, not "
             f"{dims!r}"
         )
-    if any(size > limit for size, limit in zip(triple, largest, strict=True)):
+    if triple[0] > largest[0] or triple[1] > largest[1] or triple[2] > largest[2]:
         raise KernelError(
             f"kernel {kernel.name!r}: {label} {dims!r} is too large; at most {largest} is allowed"
         )

@@ -219,7 +219,7 @@ _ALPHABET = {chr(byte): byte for byte in _PRINTABLE} | {
 def byte_level_bytes(piece: str) -> bytes:
     """Return the bytes of a piece that is written in GPT-2's byte alphabet."""
     try:
-        return bytes(_ALPHABET[char] for char in piece)
+        return bytes(map(_ALPHABET.__getitem__, piece))
     except KeyError:
         # Tokenizers encode a piece with a character outside the byte alphabet as UTF-8.
         return piece.encode("utf-8")

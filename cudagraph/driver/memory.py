@@ -32,6 +32,8 @@ _NO_ARRAY = (
 )
 CLOSE_LIMIT_S = 10.0
 OUT_OF_MEMORY = 2
+#: Types of the integers that describe shapes and launches.
+INTEGERS = (int, np.integer)
 #: Every array must have fewer bytes than this.
 MAX_BYTES = 1 << 63
 HostBuffer = ctypes.Array[ctypes.c_ubyte]
@@ -59,13 +61,13 @@ def check_shape(shape: int | tuple[int, ...], subject: str) -> tuple[int, ...]:
     An invalid size raises ShapeError; `subject` names the array or function in the message.
     """
     try:
-        dims = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+        dims = (shape,) if isinstance(shape, INTEGERS) else tuple(shape)
     except TypeError:
         raise ShapeError(
             f"{subject}: shape must be a positive integer or a tuple of them, not {shape!r}"
         ) from None
     for axis, size in enumerate(dims):
-        if not isinstance(size, int | np.integer) or size < 1:
+        if not isinstance(size, INTEGERS) or size < 1:
             raise ShapeError(
                 f"{subject}: dimension {axis} of shape {dims} must be a positive integer"
             )

@@ -89,6 +89,7 @@ def nvrtc_options(
     return ["--std=c++17", "--fmad=false", *macros, *(f"-I{folder}" for folder in folders)]
 
 
+@functools.lru_cache(maxsize=256)
 def include_folders(folder: Path | None) -> list[Path]:
     """Return the include path: graft's root, `cudagraph/kernels` and the folder of the source."""
     folders = [INCLUDE_ROOT, KERNELS]

@@ -70,21 +70,26 @@ class PackedArgs:
     The driver copies the values during the call that launches the kernel or adds the node. This
     object must live until that call has returned. The objects in `owners`, which are the module and
     the arrays, must live as long as the kernel can run.
+
+    Parameters
+    ----------
+    data
+        The values of the arguments, followed from `table` on by space for a pointer to each value.
+    offsets
+        Offset of each value in `data`.
     """
 
-    __slots__ = ("_pointers", "_values", "owners")
+    __slots__ = ("_memory", "address", "owners")
 
-    def __init__(self, data: bytes, offsets: Sequence[int], owners: tuple[object, ...]) -> None:
-        self._values = ctypes.create_string_buffer(data, max(len(data), 1))
-        base = ctypes.addressof(self._values)
-        pointers = (base + offset for offset in offsets)
-        self._pointers = (ctypes.c_void_p * max(len(offsets), 1))(*pointers)
+    def __init__(
+        self, data: bytearray, offsets: Sequence[int], table: int, owners: tuple[object, ...]
+    ) -> None:
+        self._memory = (ctypes.c_char * len(data)).from_buffer(data)
+        base = ctypes.addressof(self._memory)
+        struct.pack_into(f"<{len(offsets)}Q", data, table, *[base + offset for offset in offsets])
+        #: Address of the pointers to the arguments, which the driver receives as ``void**``.
+        self.address = base + table
         self.owners = owners
-
-    @property
-    def address(self) -> int:
-        """Address of the pointers to the arguments, which the driver receives as ``void**``."""
-        return ctypes.addressof(self._pointers)
 
 
 class Kernel:
@@ -112,7 +117,16 @@ class Kernel:
             for parameter in parameters
         )
         self._offsets = tuple(offset for offset, _ in self._layout)
-        self._nbytes = max((offset + size for offset, size in self._layout), default=0)
+        nbytes = max((offset + size for offset, size in self._layout), default=0)
+        self._table = -(-nbytes // 8) * 8  # offset of the pointers in the memory of PackedArgs
+        self._nbytes = self._table + 8 * max(len(self._layout), 1)
+        # Layouts of the parameters of known integer types; None for other parameters.
+        self._int_layouts = tuple(
+            _INTS[size][parameter.dtype.startswith("int")]
+            if parameter.kind == INT and parameter.dtype and size in _INTS
+            else None
+            for parameter, (_, size) in zip(parameters, self._layout, strict=True)
+        )
         self._shared_limit = 0  # bytes of dynamic shared memory that were requested so far
 
     def pack(self, args: Iterable[object], stream: int | None = None) -> PackedArgs:
@@ -142,6 +156,13 @@ class Kernel:
         data = bytearray(self._nbytes)
         owners: list[object] = [self.module]
         for i, (value, (offset, size)) in enumerate(zip(values, self._layout, strict=True)):
+            layout = self._int_layouts[i]
+            if layout is not None and type(value) is int:
+                try:
+                    layout.pack_into(data, offset, value)
+                except struct.error:
+                    self._encode(i, value)  # raises an error with a message
+                continue
             if isinstance(value, _POINTER_TYPES):
                 self._check_array(i, value.dtype)
                 address, owner = value.argument()
@@ -152,7 +173,7 @@ class Kernel:
                 address, owner = self._foreign_argument(i, value, stream)
             owners.append(owner)
             _ADDRESS.pack_into(data, offset, address)
-        return PackedArgs(bytes(data), self._offsets, tuple(owners))
+        return PackedArgs(data, self._offsets, self._table, tuple(owners))
 
     def _check_array(self, i: int, dtype: str) -> None:
         """Raise KernelError unless parameter ``i`` is a pointer that accepts arrays of `dtype`."""

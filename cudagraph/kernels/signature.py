@@ -8,6 +8,7 @@ points. Error messages name the parameter.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -86,6 +87,7 @@ class Parameter(NamedTuple):
     is_const: bool = False
 
 
+@functools.cache
 def accepted_dtypes(dtype: str) -> frozenset[str] | None:
     """Return the dtypes of the arrays that a pointer to elements of type `dtype` accepts.
 
@@ -107,6 +109,8 @@ def accepted_dtypes(dtype: str) -> frozenset[str] | None:
     )
 
 
+# Engines load the same sources again and again.
+@functools.lru_cache(maxsize=256)
 def kernel_parameters(text: str) -> Mapping[str, tuple[Parameter, ...]]:
     """Return the parameters of each kernel, by kernel name.
 
@@ -133,6 +137,7 @@ def parse_parameters(text: str) -> tuple[Parameter, ...]:
     return tuple(_parameter(part) for part in text.split(","))
 
 
+@functools.lru_cache(maxsize=256)
 def waiting_kernels(text: str) -> frozenset[str]:
     """Return the names of the kernels in which every thread calls ``wait_for_previous_kernel()``.
 
