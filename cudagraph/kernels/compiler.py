@@ -244,6 +244,6 @@ def _compile_with_cupy(context: Context, source: KernelSource) -> LoadedModule:
 def _digest_of_includes(source: KernelSource) -> str:
     digest = hashlib.sha256()
     headers = included_files(source.text, include_folders(source.folder))
-    for path, content in sorted(headers.items()):
-        digest.update(f"{path}\0{content}\0".encode())
+    for path, content in headers.items():
+        digest.update(f"{os.path.basename(path)}\0{content}\0".encode())
     return digest.hexdigest()

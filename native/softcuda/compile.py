@@ -234,7 +234,7 @@ def compile_cpu(
         writable state outside of parameters and shared memory. Such state would exist once per
         worker thread.
     """
-    folders = [Path(folder).resolve() for folder in include_dirs]
+    folders = [_resolved(os.path.abspath(folder)) for folder in include_dirs]
     defined = sorted((defines or {}).items())
     macros = [f"-D{macro}={value}" for macro, value in defined]
     checks_alignment = os.environ.get("SOFTCUDA_ALIGNMENT") == "1"
@@ -248,8 +248,8 @@ def compile_cpu(
     if checks_alignment:
         flags += ALIGNMENT
     parts = [identity, name, source, *flags, *macros]
-    for path, text in sorted(included.items()):
-        parts += [path, text]
+    for path, text in included.items():
+        parts += [os.path.basename(path), text]  # not the folder: copies of graft share images
     cached = Path(cache_dir) / f"{digest(parts)[:40]}.so"
     image = _read_cached(cached)
     if image is None:
@@ -257,6 +257,12 @@ def compile_cpu(
             image = _build(source, name, macros, folders, flags, scratch).read_bytes()
         _write_cached(cached, image)
     return image
+
+
+@functools.lru_cache(maxsize=256)
+def _resolved(folder: str) -> Path:
+    """Return an absolute path without symbolic links."""
+    return Path(folder).resolve()
 
 
 def build_portable(

@@ -401,6 +401,19 @@ def test_compile_cache_is_shared_by_concurrent_processes(tmp_path):
     assert [p.suffix for p in tmp_path.iterdir()] == [".so"]
 
 
+def test_compile_cache_is_shared_by_copies_of_the_sources(tmp_path):
+    """The image of a source is found again if the source and its headers are in another folder."""
+    source = '#include "factor.h"\nextern "C" __global__ void scale(float* x) { *x *= FACTOR; }'
+    images = []
+    for folder, factor in (("first", "2"), ("second", "2"), ("third", "3")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "factor.h").write_text(f"#define FACTOR {factor}")
+        options = {"include_dirs": [tmp_path / folder], "cache_dir": tmp_path / "cache"}
+        images.append(compile_cpu(source, "scale.cu", **options))
+    assert images[0] == images[1] != images[2]
+    assert len([*(tmp_path / "cache").iterdir()]) == 2
+
+
 def test_prebuilt_image_needs_no_compiler(tmp_path, monkeypatch):
     """A prebuilt image is used wherever the sources are, if the processor can run it."""
     source = '#include "factor.h"\nextern "C" __global__ void scale(float* x) { *x *= FACTOR; }'
