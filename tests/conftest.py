@@ -4,6 +4,10 @@ Tests marked ``full`` need ``--full``, tests marked ``ptx`` need ``--ptx``, and 
 ``nvrtc`` need either. With ``--soak`` only tests marked ``soak`` run. Tests marked ``cuda`` need
 ``GRAFT_DEVICE=cuda``. Tests marked ``overlap`` do not run if a setting of the device makes launches
 or allocations wait for it. All other tests always run, on the selected device.
+
+A mark ``full`` with arguments applies to the cases of a test whose id, in brackets, contains one of
+the arguments. These cases do not run in short runs on the soft device, because other tests cover
+what they test. With ``--ptx`` or on CUDA, they run.
 """
 
 from __future__ import annotations
@@ -43,6 +47,18 @@ def calls_wait_for_device() -> bool:
     return blocking not in (None, "", "0") or bool(lock_model & 16)
 
 
+def is_marked_full(item: pytest.Item, *, runs_all_cases: bool) -> bool:
+    """Return whether a test is marked ``full``.
+
+    With `runs_all_cases`, marks of single cases, which have arguments, do not count.
+    """
+    case = "[" + item.name.partition("[")[2]
+    for mark in item.iter_markers("full"):
+        if not mark.args or (not runs_all_cases and any(text in case for text in mark.args)):
+            return True
+    return False
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests that this run does not include."""
     full = config.getoption("--full")
@@ -62,7 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             return False
         if item.get_closest_marker("nvrtc") and not (ptx or full):
             return False
-        return bool(full or not item.get_closest_marker("full"))
+        return bool(full or not is_marked_full(item, runs_all_cases=ptx or cuda))
 
     deselected = [item for item in items if not is_selected(item)]
     if deselected:
@@ -134,9 +150,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         provide_ptx_library(cache_folder() / "soft")
 
 
-def pytest_collection_finish() -> None:
-    """Exempt all objects created so far from garbage collection, which makes it faster."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Exempt the objects that the collection creates from garbage collection, to save time.
+
+    The collection creates many objects and little garbage, so it runs without garbage collection.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -20,14 +20,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_scripted_model(folder, SCRIPTS, added=ADDED, stops=STOPS)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def plain(model: Path) -> Iterator[Engine]:
     """Engine without speculation and with one batch row: the baseline of equalities."""
     with Engine(model, max_batch_size=1, max_length=512) as engine:
         yield engine
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def drafting(model: Path) -> Iterator[Engine]:
     """Engine in which the model is its own drafter, so that rounds have up to eight tokens."""
     with Engine(model, model, max_batch_size=8, max_length=512, draft_length=7) as engine:

@@ -122,6 +122,7 @@ def test_max_tokens_inside_a_round_with_a_grammar(drafting):
     "If the tokens suffice for any complete output, the output is complete; otherwise the request "
     "is refused.",
 )
+@pytest.mark.full
 def test_guided_output_is_complete_within_max_tokens(drafting, plain):
     names = ("long", "emoji", "goes-on", "spaces")
     requests = [

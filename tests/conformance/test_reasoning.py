@@ -89,6 +89,7 @@ def test_marker_in_the_middle_of_drafts(plain, drafting):
     "A drafter proposes the marker and prose after it; the prose is rejected.",
 )
 @pytest.mark.parametrize("count", range(1, 8))
+@pytest.mark.full("[2]", "[4]", "[5]", "[6]")
 def test_drafts_of_marker_and_prose(plain, engine_of, count):
     """The marker is the draft with number `count`."""
     texts = [plain.generate([ask(name)])[0].tokens for name in ("thinks-fence", "prose")]

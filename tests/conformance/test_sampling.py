@@ -128,6 +128,7 @@ def test_seeds_of_a_batch_are_independent(demo, demo_plain, drafting):
     "length",
     [1, pytest.param(2, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full), 7],
 )
+@pytest.mark.full("[1]")
 def test_greedy_outputs_do_not_depend_on_the_draft_length(demo_plain, length):
     target, drafter = demo_model()
     requests = [free(start, logprobs=1) for start in range(300, 420, 20)]

@@ -331,6 +331,7 @@ except HostWorkError as error:
     [(1, 1, 1), (1, 2, 1), (3, 1, 1), (3, 2, 1), (3, 3, 2)],
 )
 @pytest.mark.parametrize("blocking", ["0", "1"])
+@pytest.mark.full("0-1-1-1", "0-1-2-1", "0-3-1-1", "0-3-2-1", "1-1-1-1", "1-3-1-1", "1-3-2-1")
 def test_failure_in_body_has_number_of_its_replay(
     launches: int, failing: int, replay_number: int, blocking: str
 ) -> None:

@@ -101,6 +101,7 @@ def test_native_host_work_runs_while_gil_is_held(
 
 
 @pytest.mark.parametrize("model", ["1", "2", "4", "7"])
+@pytest.mark.full("[2]", "[4]")
 def test_callbacks_and_driver_calls_do_not_deadlock(model: str) -> None:
     """Host functions, launches and allocations of several threads make progress.
 

@@ -320,6 +320,7 @@ def run_cached(folder: Path) -> str:
         *(pytest.param(name, marks=pytest.mark.full) for name in ("truncated", "empty")),
     ],
 )
+@pytest.mark.full("unreadable")
 def test_kernel_cache_rebuilds_corrupt_images(tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "kernels"
     assert run_cached(folder) == "" and folder.stat().st_mode & 0o777 == 0o700

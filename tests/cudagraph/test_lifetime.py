@@ -283,6 +283,7 @@ hostfunc(stream, print, "never or later")
 
 
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "del executable, graph, lane, data"])
+@pytest.mark.full("[]")
 def test_process_exits_cleanly_with_replays_in_flight(ending: str) -> None:
     """Exit prints only errors of host steps that the shutdown interrupted (INVARIANTS.md L11)."""
     done = run_program(LEAVING + ending)
@@ -422,6 +423,7 @@ print("raised:", len(set(raised)), len(raised))
 
 
 @pytest.mark.parametrize("ending", ["", "del executable, graph, lane, kernel, data, stream"])
+@pytest.mark.full("[]")
 def test_device_fault_raises_once_and_process_exits(ending: str) -> None:
     """After a fault, no host step or eager work runs; exit prints nothing (INVARIANTS.md L13)."""
     done = run_program(FAULTY + ending)

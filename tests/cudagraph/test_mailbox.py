@@ -421,6 +421,7 @@ print(graph.worker.native.parked, graph.worker.served)
 
 
 @pytest.mark.parametrize("setting", ["SOFTCUDA_LAUNCH_BLOCKING", "CUDA_LAUNCH_BLOCKING"])
+@pytest.mark.full("-CUDA_LAUNCH_BLOCKING")
 def test_mailbox_answers_launch_that_returns_after_completion(setting, transport):
     """The worker answers the requests of a launch whose driver call has not returned yet."""
     done = run_program(REPLAYS, transport, **{"GRAFT_DEVICE": "soft", setting: "1"})

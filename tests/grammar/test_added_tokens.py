@@ -100,6 +100,7 @@ def test_added_token_has_text_unless_special(tokenizer, vocabulary):
         assert tokenizer.decode([token]) == ""
 
 
+@pytest.mark.full("cl100k-llama3-like-xgrammar")
 def test_added_token_is_legal_where_its_text_is_legal(tokenizer, vocabulary, backend):
     """At each position of a choice, exactly the ids that continue an option are legal."""
     options = ["<think>é\n</think>", "<tool_call>   <think>", "x[CALL]<|end_call|>"]
@@ -154,6 +155,7 @@ def test_special_token_is_illegal_in_free_text(tokenizer, vocabulary, backend):
             assert matcher.accept(vocabulary.tokens.index(bytes([byte])))
 
 
+@pytest.mark.full("cl100k")
 def test_named_text_token_ends_free_text(tokenizer, vocabulary, llguidance):
     """In a grammar that names a token with text, only this id is legal where the token is named.
 

@@ -201,6 +201,7 @@ def test_marked_matcher_closes_within_every_budget(pattern, marker, vocabulary):
 
 @pytest.mark.parametrize("marker", MARKERS)
 @pytest.mark.parametrize("limit", [9, 12, 20])
+@pytest.mark.full("[12-")
 def test_marked_matcher_limits_reasoning(marker, limit):
     """The marker is complete within `max_reasoning_tokens`, with and without a budget."""
     grammar = LanguageBackend(SMALL).compile(GrammarSpec.regex("(ab|c)*a"))

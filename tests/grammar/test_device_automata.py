@@ -132,6 +132,7 @@ def committed_tokens(generator, spec, history, tree):
 
 
 @pytest.mark.parametrize("is_chain", [True, False], ids=["chain", "tree"])
+@pytest.mark.full("block1-tree", "block64-chain")
 def test_device_automaton_follows_commits_and_drafts(device, stream, shape, is_chain):
     """In random rounds, some without some requests, the rows of random drafts are correct."""
     generator = random.Random(int(is_chain))

@@ -110,6 +110,7 @@ def check_rows(rig, slot, grammar, tokens, drafts, closing_end=-1, epoch=1):
 
 
 @pytest.mark.parametrize("has_budget", [False, True], ids=["unlimited", "budget"])
+@pytest.mark.full("block1-unlimited", "block64-budget")
 def test_device_automaton_with_stack_has_rows_of_the_host(device, stream, shape, has_budget):
     generator = random.Random(int(has_budget))
     grammars = [LISTS, OBJECTS, *(load(data) for _, data in random_grammars(range(40)))]

@@ -77,6 +77,11 @@ CASES = [
     ],
     ids=str,
 )
+@pytest.mark.full(
+    "[draft_length=3-masked=True-length=5-forced=beside",
+    "[draft_length=3-masked=True-length=5-forced=alone",
+    "[draft_length=3-verify=1",
+)
 def test_forced_drafts_preserve_target_distribution(device, stream, pytestconfig, case):
     """The test samples 40,000 tokens with forced drafts, some of which are illegal.
 

@@ -235,6 +235,7 @@ WIDE = GrammarSpec(
 
 
 @pytest.mark.parametrize("choice, spec", [("xgrammar", ENDLESS), ("auto", WIDE)])
+@pytest.mark.full("auto")
 def test_compile_service_time_limit(serve, choice, spec):
     service = serve(choice, timeout_s=0.3)
     with pytest.raises(GrammarError, match=r"JSON schema: took longer than 0.3 s$"):
@@ -496,6 +497,7 @@ service.close()
 
 
 @pytest.mark.parametrize("stack_bytes", [resource.RLIM_INFINITY, 1 << 20])
+@pytest.mark.full("1048576")
 def test_long_chains_of_references_do_not_overflow_the_stack(stack_bytes):
     """Grammars that a child process compiles are compiled again, whatever the limit of stacks."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_STACK)

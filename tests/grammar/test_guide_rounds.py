@@ -73,6 +73,7 @@ def equal_counters(device: Device) -> dict[str, int]:
         ),
     ],
 )
+@pytest.mark.full("xgrammar-3-True-1-False", "llguidance-3-True-3-True")
 def test_guide_rows_equal_reference_matcher(
     backend, oracle, pytestconfig, draft_length, masked, threads, probe
 ):

@@ -61,6 +61,7 @@ def continuing_tokens(start, text: list[int]) -> list[int]:
 
 @both
 @pytest.mark.parametrize("spec", [REGEX, "schema", "dead end"])
+@pytest.mark.full("xgrammar-schema-python", "llguidance-schema-native")
 def test_guide_fills_row_of_each_draft_tree_node(backend, kind, spec):
     """Each mask row is filled once, except rows after illegal drafts and after stop ids.
 

@@ -122,6 +122,7 @@ def vocabulary() -> Vocabulary:
     ],
 )
 @pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.full("xgrammar-grammars")
 def test_native_matcher_equals_reference_matcher(name, specs, streams, seed, least, capfd):
     """Native and reference matchers have equal masks and results.
 
@@ -166,6 +167,7 @@ def random_run(matcher: Matcher, rng: np.random.Generator) -> list[int]:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.full("xgrammar")
 def test_native_matcher_accepts_runs_of_tokens(name):
     """``accept_all`` accepts the same tokens as ``accept``, up to the first illegal one."""
     native = BACKENDS[name](vocabulary())

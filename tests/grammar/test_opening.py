@@ -132,6 +132,16 @@ def compiled(name: str, required: bool, skips: bool):
 
 @pytest.mark.parametrize(("required", "skips"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.full(
+    "automata-False-False",
+    "automata-True-False",
+    "llguidance-True-False",
+    "llguidance-False-True",
+    "xgrammar-False-False",
+    "xgrammar-False-True",
+    "python-False-False",
+    "python-True-False",
+)
 def test_output_begins_with_opening_or_grammar(name, required, skips):
     """Masks and results equal those of the oracle, also after rollbacks of any number of tokens."""
     rng = np.random.default_rng(7)

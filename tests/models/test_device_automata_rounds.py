@@ -59,6 +59,7 @@ def compile_automata(engine, requests):
     "name",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in OPTIONS],
 )
+@pytest.mark.full("chain")
 def test_device_automata_do_not_change_outputs(monkeypatch, expected_answers, name):
     """Requests on device and host join, are preempted and are cancelled at random times."""
     mode = ("greedy", "coupled")[len(name) % 2]
@@ -200,6 +201,7 @@ def forced_requests(**options):
 @pytest.mark.parametrize(
     "composition, block", [pytest.param("one", 1, marks=pytest.mark.full), ("two", 1), ("one", 64)]
 )
+@pytest.mark.full("one-64")
 def test_device_automata_draft_forced_tokens(monkeypatch, composition, block):
     """Drafts, outputs and the number of accepted forced tokens equal those of the host."""
     monkeypatch.setattr("graft.grammar.automaton.device._CPU_BLOCK", block)
@@ -293,6 +295,7 @@ def closing_requests(first_budget=6, count=8):
     [{}, {"generation": "graph"}, pytest.param(UNMASKED_TREE, marks=pytest.mark.full)],
     ids=["rounds", "loops", "tree"],
 )
+@pytest.mark.full("rounds")
 def test_device_automata_complete_outputs_like_the_host(options):
     """Near max_tokens, kernels narrow the mask rows as the host does: every output is complete."""
     requests = closing_requests()

@@ -26,6 +26,7 @@ def read(folder):
 
 
 @pytest.mark.parametrize("form", model_util.FORMS)
+@pytest.mark.full("warp")
 def test_dflash_logits_equal_published_code(device, stream, form):
     """The logits of every level equal logits that the published code computed.
 

@@ -43,6 +43,7 @@ BLOCK_DRAFTERS = [
 
 
 @pytest.mark.parametrize("drafter", BLOCK_DRAFTERS)
+@pytest.mark.full("drafter0", "drafter1")
 def test_engine_reserves_positions_for_whole_blocks(drafter):
     """Requests of a block drafter get pages for a block that begins with their last token."""
     with Engine(TARGET, drafter, draft_length=3, max_batch_size=1) as engine:

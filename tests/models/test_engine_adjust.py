@@ -184,6 +184,7 @@ def adjusted_outputs():
     ],
     ids=["chain", "probed chain", "unmasked chain", "tree"],
 )
+@pytest.mark.full("probed chain")
 def test_drafts_follow_logit_adjustments(options, drafts_per_round, adjusted_outputs):
     """With the target as its own drafter, at least 95 % of the drafts are accepted.
 

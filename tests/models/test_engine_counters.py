@@ -59,6 +59,7 @@ def cases():
 
 
 @pytest.mark.parametrize("name, number", cases())
+@pytest.mark.full("[loops-")
 def test_engine_continues_after_replay_numbers_exceed_32_bits(name, number):
     """Outputs and drafts are the same whatever the numbers of replays and epochs are."""
     options = {"max_batch_size": 2, "grammar_budget_us": None, **OPTIONS[name]}

@@ -96,6 +96,7 @@ def check_disturbed(engine, expected_answers, mode, seed):
         for number in range(len(CONFIGURATIONS))
     ],
 )
+@pytest.mark.full("[1]", "[9]", "[17]")
 def test_engine_output_is_unchanged_by_join_cancel_and_preemption(
     expected_answers, number, monkeypatch
 ):
@@ -217,6 +218,7 @@ def drafts_by_position(lengths, **options):
     ],
     ids=["eagle3", "lookup", "tree", "mtp", "model", "block", "host"],
 )
+@pytest.mark.full("lookup")
 def test_drafter_continues_after_rounds_without_drafts(options):
     """A drafter that had to pause for some rounds generates the same drafts as one that had not.
 
@@ -249,6 +251,7 @@ def test_engine_output_is_unchanged_in_many_disturbed_runs(expected_answers, tra
 @pytest.mark.parametrize(
     "mode", [pytest.param("greedy", marks=pytest.mark.full), "coupled", "rejection"]
 )
+@pytest.mark.full("rejection")
 def test_probe_masking_drafts_equal_fill_masking(mode: str) -> None:
     """Outputs, rounds and acceptance with probe masking equal those with fill masking.
 

@@ -117,6 +117,7 @@ def test_engine_reports_driver_error_while_request_joins(call, nth, monkeypatch)
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": False}, {"composition": "two"}], ids=str)
+@pytest.mark.full("overlap")
 def test_engine_raises_failed_round_once(monkeypatch, options):
     """If a host step of a round fails, `step` raises its error once.
 
@@ -382,6 +383,7 @@ LOAD_PHASES = [
         for number, (owner, name) in enumerate(LOAD_PHASES)
     ],
 )
+@pytest.mark.full("_load_drafter", "Prefill", "Promotion")
 def test_engine_load_releases_resources_on_keyboard_interrupt(
     owner, name, original, engine, monkeypatch
 ):

@@ -29,7 +29,7 @@ def schemas(data, count):
     return chosen[:count]
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(480, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [20, pytest.param(480, marks=pytest.mark.full)])
 def test_json_schema_outputs_are_valid(shared_data, count):
     """All finished outputs satisfy their schemas, and at least 60 % of the requests finish."""
     counts = Counter()

@@ -162,6 +162,7 @@ def run(engines, requests, seed, disturbance=0.4):
 
 
 @pytest.mark.parametrize("mode", parameters(QUICK))
+@pytest.mark.full("tree", "few pages")
 def test_output_text_is_text_of_tokens(models, mode):
     """Undisturbed and preempted requests have the texts of the script in every mode."""
     expected = cases()
@@ -177,6 +178,7 @@ def test_output_text_is_text_of_tokens(models, mode):
 
 
 @pytest.mark.parametrize("mode", parameters(MIGRATION_QUICK))
+@pytest.mark.full
 def test_output_text_survives_migration(models, mode):
     """Requests that migrate at random times have the texts of the script."""
     expected = cases()

@@ -161,6 +161,7 @@ def test_loops_do_not_change_outputs(free_answers, monkeypatch, options, mode):
     ],
 )
 @pytest.mark.parametrize("mode", QUICK_LAST)
+@pytest.mark.full("coupled-host")
 def test_loops_with_grammars_do_not_change_outputs(monkeypatch, expected_answers, options, mode):
     """Batches with grammar steps on the host run in rounds, and others in loops."""
     keep_some_on_host(monkeypatch)
@@ -257,6 +258,7 @@ def long_answer():
 
 
 @pytest.mark.parametrize("end", ENDS)
+@pytest.mark.full
 def test_loop_ends_within_two_rounds(end, long_ring, long_answer):
     with settled(loop_engine()) as engine:
         check_loop_ends(engine, end)

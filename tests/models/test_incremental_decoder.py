@@ -137,6 +137,7 @@ def test_incremental_decoder_text_does_not_depend_on_grouping(tokenizer, seeds):
 @pytest.mark.parametrize(
     "seeds", [range(1), pytest.param(range(1, 50), marks=pytest.mark.full)], ids=["few", "many"]
 )
+@pytest.mark.full("cl100k")
 def test_incremental_decoder_groupings_with_real_tokenizer(real_tokenizer, seeds):
     for seed in seeds:
         check_groupings(real_tokenizer, seed)

@@ -179,6 +179,7 @@ def tile_products(kernels, lane, epilogue, count) -> list[np.ndarray]:
         ),
     ],
 )
+@pytest.mark.full("norm-1")
 def test_tall_tiles_give_bits_of_other_tiles(device, lane, monkeypatch, epilogue, splits):
     """Tiles of 256 rows give the bits of tiles of 128 rows, with each epilogue and split K."""
     kernels = ModelKernels(device, "warp")

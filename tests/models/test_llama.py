@@ -36,6 +36,7 @@ def test_llama_fixtures_cover_all_layouts():
 
 @pytest.mark.parametrize("form", model_util.FORMS)
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.full("eight_layers_bfloat16-warp", "single_key_linear_float16-warp")
 def test_llama_logits_equal_transformers(device, stream, case, form):
     """Logits of a prompt in two chunks equal those of transformers at every position."""
     expected = np.load(model_util.FIXTURES / case / "expected.npz")
@@ -65,6 +66,7 @@ def rope_cases():
 
 
 @pytest.mark.parametrize(("case", "form"), rope_cases())
+@pytest.mark.full("yarn-warp")
 def test_rope_scaling_logits_and_greedy_tokens_equal_transformers(
     device, stream, tmp_path, case, form
 ):
@@ -165,6 +167,7 @@ def test_llama_kv_cache_dtype_bounds_error(device, stream, tmp_path):
         pytest.param(SMOLLM3, "fp8", id="smollm3-fp8", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full("smollm3")
 def test_tensor_cores_equal_other_form_in_every_architecture(
     device, stream, tmp_path, architecture, weights
 ):

@@ -33,6 +33,7 @@ def schema_requests(**options):
     ]
 
 
+@pytest.mark.full
 def test_llguidance_native_matcher_equals_python_matcher():
     """The native matcher and the reference matcher in Python produce the same valid outputs."""
     requests = mixed_requests(8, seed=3)
@@ -48,6 +49,7 @@ def test_llguidance_native_matcher_equals_python_matcher():
 @pytest.mark.parametrize(
     "backend", [pytest.param("xgrammar", marks=pytest.mark.full), "llguidance"]
 )
+@pytest.mark.full
 def test_grammar_starts_after_marker(backend):
     """Text before the marker is unconstrained, and text after it follows the grammar.
 
@@ -127,6 +129,7 @@ class PythonBackend(ReferenceLLGuidance):
         ),
     ],
 )
+@pytest.mark.full("mailbox-2")
 def test_python_grammar_backend_serves_requests(transport, threads, budget_us):
     """Matchers in Python work with every transport, with several threads and with a time budget.
 

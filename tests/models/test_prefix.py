@@ -169,6 +169,7 @@ def test_prefix_cache_evicts_least_recently_used_unused_pages(device):
         ),
     ],
 )
+@pytest.mark.full("options0")
 def test_prefix_cache_does_not_change_outputs_or_drafts(options):
     """Tokens, rounds and accepted drafts are the same with and without the prefix cache.
 

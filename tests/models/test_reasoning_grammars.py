@@ -93,6 +93,7 @@ def expected(model):
     ],
     ids=lambda options: ", ".join(f"{name}={value}" for name, value in options.items()),
 )
+@pytest.mark.full("[draft_length=7]", "masking=none")
 def test_drafts_do_not_change_outputs_with_optional_reasoning(model, expected, options):
     found, _ = outputs(model, max_batch_size=8, **options)
     # The backends differ in the outputs that they can close before max_tokens.

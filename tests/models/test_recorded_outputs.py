@@ -74,7 +74,7 @@ def record() -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize(
     "index",
-    [pytest.param(i, marks=pytest.mark.full if i % 3 else ()) for i in range(len(CONFIGURATIONS))],
+    [pytest.param(i, marks=pytest.mark.full if i % 6 else ()) for i in range(len(CONFIGURATIONS))],
 )
 def test_engine_outputs_equal_recorded_ones(record, index: int) -> None:
     """Reasons, tokens and text are equal, log probabilities up to rounding.

@@ -168,6 +168,7 @@ def clean(case):
 @pytest.mark.parametrize(
     "chunk", [3, 17, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 4, 7, LENGTH))]
 )
+@pytest.mark.full("warp-bfloat16-8-3")
 def test_row_invariance_of_prefill_chunks(clean, stream, chunk):
     clean.reserve(stream, 1)
     for start in range(0, LENGTH, chunk):

@@ -187,6 +187,7 @@ def test_prefill_scheduler_counts_short_chunks_by_their_time(fixed, each):
 @pytest.mark.parametrize(
     "options", [{}, *full_only(DRAFTERS), *full_only([{"speculation": False}])], ids=str
 )
+@pytest.mark.full
 def test_chunked_prefill_size_does_not_change_outputs(options):
     """The chunk size changes neither tokens nor drafts of greedy and coupled requests."""
     requests = [replace(r, prompt=r.prompt * 3) for r in mixed_requests(3, seed=5, max_tokens=12)]

@@ -13,6 +13,13 @@ from table_model import COVERING
     [pytest.param(c, marks=pytest.mark.full if i % 2 else ()) for i, c in enumerate(COVERING)],
     ids=str,
 )
+@pytest.mark.full(
+    "[draft_length=1-length=5",
+    "[draft_length=3-masked=True-length=5-forced",
+    "[draft_length=4-length=5-sharp=True-temperature",
+    "[draft_length=6-length=5-sharp=True-tree",
+    "[draft_length=2-masked=True-stop_ids",
+)
 def test_sampled_token_pairs_follow_exact_distribution(device, stream, pytestconfig, case):
     """Neighbouring pairs of tokens pass a chi-square test, and impossible pairs never occur.
 

@@ -116,6 +116,7 @@ SHORT = (
     "name",
     [pytest.param(name, marks=() if name in SHORT else pytest.mark.full) for name in MUTANTS],
 )
+@pytest.mark.full("bonus after a stop id", "residual includes")
 def test_distribution_test_detects_broken_kernel(device, stream, monkeypatch, name):
     """The distribution test fails for each broken kernel, with p < 0.001 on two sets of seeds.
 

@@ -62,6 +62,14 @@ def check_tables(slot: ref.Slot, tables: np.ndarray, ids: np.ndarray) -> None:
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["same", "pruned"])
 @pytest.mark.parametrize("how", ["unmasked", "masked", "probed"])
+@pytest.mark.full(
+    "block64-unmasked-same",
+    "block64-masked-pruned",
+    "block64-probed-same",
+    "block1-unmasked-pruned",
+    "block1-masked-same",
+    "block1-probed-pruned",
+)
 def test_draft_chain_matches_reference(make_round, block, mapped, how):
     """Drafts, draft kinds, probability tables, candidates and records match the reference.
 
@@ -173,6 +181,7 @@ def test_draft_chain_matches_reference(make_round, block, mapped, how):
 
 @pytest.mark.parametrize("branch", [1, 3])
 @pytest.mark.parametrize("mapped", [False, True], ids=["same", "pruned"])
+@pytest.mark.full("block1-same-1", "block1-pruned-3", "block64-same-3", "block64-pruned-1")
 def test_lattice_candidates_match_reference(make_round, block, mapped, branch):
     """A lattice probe, which covers all levels, has the candidates of one probe per level.
 

@@ -203,6 +203,7 @@ WORLDS = {
 
 @pytest.mark.parametrize("stop_ids", [(), (2,)], ids=["endless", "stop"])
 @pytest.mark.parametrize("how", WORLDS)
+@pytest.mark.full("[unmasked-endless", "late-endless", "mixed-endless", "mixed, unmasked-endless")
 def test_verification_preserves_target_distribution(monkeypatch, how, stop_ids):
     """The distribution of whole requests equals the target's distribution to 1e-12.
 

@@ -119,6 +119,7 @@ def run_rounds(make_round, vocab: int, kinds: int, block: int, parts: int) -> li
         pytest.param(151936, SLOTS, [(1, 2), (1, 8), (1, 32), (1024, 32)], marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full("49152")
 def test_sampling_is_bit_identical_for_any_blocks_per_row(make_round, vocab, kinds, shapes):
     """All arrays are bit-identical for any threads per block and blocks per row.
 

@@ -210,6 +210,7 @@ def tree_cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("block, probed, pruned, ranks", tree_cases(), indirect=["block"])
+@pytest.mark.full("block1-probed-whole")
 def test_draft_tree_matches_reference(make_round, block, probed, pruned, ranks):
     """Candidates, nodes fed to the drafter, and drafts match the reference.
 

@@ -182,6 +182,7 @@ def test_verification_matches_reference_on_random_rounds(make_round, block):
 
 
 @pytest.mark.parametrize("pruned", [False, True], ids=["same", "pruned"])
+@pytest.mark.full("block1-pruned", "block64-same")
 def test_rejection_sampling_matches_reference(make_round, block, pruned):
     """Block and per-token verification match the reference.
 

@@ -72,6 +72,14 @@ def test_verify_drafts_accepts_argmax_tokens_in_greedy_mode(device):
 @both_shapes
 @sampled_modes
 @pytest.mark.parametrize("has_q", [True, False], ids=["q", "no q"])
+@pytest.mark.full(
+    "block1-q-per_token",
+    "block1-no q-rejection",
+    "block1-no q-coupled",
+    "block64-q-rejection",
+    "block64-q-coupled",
+    "block64-no q-per_token",
+)
 def test_verify_drafts_makes_choices_of_reference_round_for_same_seeds(device, mode, has_q):
     """The reference is the oracle of the kernels that the engine's rounds use."""
     rng = np.random.default_rng(5)

@@ -504,6 +504,7 @@ CODE = ["--prompt", "code: QF-5702\nGive only the code.", "--regex", "[A-Z]{2}-[
     "options",
     ["--no-speculation", "--draft-masking none", "--draft dflash", "--draft-tree 0,1,0.0"],
 )
+@pytest.mark.full("--draft-masking none")
 def test_draft_options_do_not_change_greedy_output(options, capsys):
     [expected] = run_json(capsys, *CODE)["outputs"]
     [output] = run_json(capsys, *CODE, *options.split())["outputs"]

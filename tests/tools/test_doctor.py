@@ -143,6 +143,7 @@ compiler._compile_with_cupy = lambda context, source: compiler._compile_soft(sou
     ],
     ids=["cupy", "no cupy", "broken cupy", "broken cupy, no nvrtc", "nothing"],
 )
+@pytest.mark.full("[no cupy]", "[broken cupy]")
 def test_doctor_compiles_a_kernel_with_gpu(modules, status, detail, monkeypatch):
     monkeypatch.delenv("GRAFT_DEVICE", raising=False)
     monkeypatch.setattr(chooser, "probe_cuda", lambda: ({"devices": ["a GPU"]}, ""))

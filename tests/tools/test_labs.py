@@ -172,6 +172,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "outcome"), CASES, ids=[name for name, _ in CASES])
+@pytest.mark.full("alloc:python:1:released", "alloc:native:1", "first-launch")
 def test_gil_deadlock_outcome_follows_from_lock_model(name, outcome):
     case = Case.parse(name)
     result = deadlock.run_case(case)

@@ -458,6 +458,7 @@ TEST = ["graft-cuda[test]", "--no-deps xgrammar"]
         ("pyproject.toml", BUILD + TEST),
     ],
 )
+@pytest.mark.full("worker.h", "guide.py", "pyproject")
 def test_make_installs_again_only_after_changes(project, changed, commands):
     """A changed C++ source, header or CMake file causes a rebuild. A Python file does not."""
     assert run_make(project, "install-graft") == (0, BUILD)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import json
 import os
@@ -59,11 +60,16 @@ def find_modules() -> dict[str, Path]:
 MODULES = find_modules()
 
 
-def imports(name: str) -> Iterator[str]:
-    """Yield the modules that a module imports.
+@functools.cache
+def imports(name: str) -> tuple[str, ...]:
+    """Return the modules that a module imports.
 
     Imports inside functions and for type checking are included.
     """
+    return tuple(find_imports(name))
+
+
+def find_imports(name: str) -> Iterator[str]:
     path = MODULES[name]
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

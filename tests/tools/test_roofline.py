@@ -59,6 +59,7 @@ def stack(device, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 8, 9, 16, 32, 64, 128, 256, 1024])
+@pytest.mark.full("[9]", "[16]", "[32]", "[256]", "[1024]")
 def test_roofline_models_launched_shapes(device, stack, count):
     """Kernels, grids, tiles and dtypes of a layer's launches are those of the model."""
     token = device.empty(count, "int32")

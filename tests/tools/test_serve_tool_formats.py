@@ -176,6 +176,7 @@ def cases_of(form):
 
 
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full("llama3_json", "qwen3_coder")
 def test_model_can_write_calls(ask, stream):
     for key in cases_of(ask.form):
         before = None if key == "pythonic" else BEFORE
@@ -191,6 +192,7 @@ def test_model_can_write_calls(ask, stream):
 
 
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full("hermes", "pythonic")
 def test_required_calls_are_written_in_the_notation_of_the_model(ask, stream):
     named = {"type": "function", "function": {"name": "town"}}
     for key in cases_of(ask.form):
@@ -206,6 +208,7 @@ def test_required_calls_are_written_in_the_notation_of_the_model(ask, stream):
         assert found == expected
 
 
+@pytest.mark.full("hermes", "mistral", "pythonic")
 def test_calls_satisfy_the_schemas_whatever_the_model_writes(ask):
     """The script of the model is prose, or a call to an unknown function."""
     for script in ("unknown", "prose"):
@@ -218,6 +221,7 @@ def test_calls_satisfy_the_schemas_whatever_the_model_writes(ask):
             assert content or calls
 
 
+@pytest.mark.full("qwen3_coder")
 def test_special_tokens_of_a_notation_are_generated_and_read(ask):
     """Calls are also parsed if the model spells the special tokens."""
     for key in cases_of(ask.form):
