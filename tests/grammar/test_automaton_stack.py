@@ -34,6 +34,7 @@ FAR = (2**31 - 1) // 4
 COUNT, RESET = -2, -3
 COMMA = text(",")
 ALPHABET = 'ab,"é'
+ANY_CHARACTER = characters([(0x20, 0x7E), (0xE8, 0xEA)])
 
 
 def make_tokens():
@@ -132,6 +133,9 @@ def random_expression(generator, depth, num_rules):
             high = generator.choice([None, low, low + 1])
             items.append((concat([text(generator.choice("ab")), part()]), low, high))
         return members(COMMA, items)
+    if generator.random() < 0.5:
+        low = generator.randint(0, 2)
+        return both(part(1), repeat(ANY_CHARACTER, low, low + generator.randint(1, 12)))
     return generator.choice([both, minus])(part(1), part(1))
 
 

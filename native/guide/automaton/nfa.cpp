@@ -23,10 +23,38 @@ bool is_finite(const ExpressionTree& tree, int32_t index) {
   return true;
 }
 
+// Maximum number of parts of a counted loop that a product writes out.
+constexpr int32_t kMaxTail = 64;
+
+// Returns the largest number of bytes that are necessary from a state to an accepting one.
+int32_t longest_ending(const Machine& machine) {
+  const int32_t states = machine.num_states();
+  std::vector<std::vector<int32_t>> sources(at(states));
+  std::vector<int32_t> queue;
+  std::vector<int32_t> lengths(at(states), -1);
+  for (int32_t state = 0; state < states; ++state) {
+    for (int32_t c = 0; c < machine.num_classes(); ++c) {
+      const int16_t next = machine.of_class(state, c);
+      if (next >= 0) sources[at(next)].push_back(state);
+    }
+    if (!machine.accepting(state)) continue;
+    lengths[at(state)] = 0;
+    queue.push_back(state);
+  }
+  for (size_t i = 0; i < queue.size(); ++i) {
+    for (const int32_t source : sources[at(queue[i])]) {
+      if (lengths[at(source)] >= 0) continue;
+      lengths[at(source)] = lengths[at(queue[i])] + 1;
+      queue.push_back(source);
+    }
+  }
+  return lengths[at(queue.back())];
+}
+
 }  // namespace
 
 Nfa::Nfa(const std::vector<Rule>& all, int32_t max_states, int32_t max_unrolled, Work* work)
-    : max_states_(max_states), max_unrolled_(max_unrolled), work_(work) {
+    : max_states_(max_states), max_unrolled_(max_unrolled), tail_(0), work_(work) {
   if (all.empty()) throw std::runtime_error("automaton: a grammar needs at least one rule");
   for (const Rule& rule : all) {
     const ExpressionTree tree(rule.program, static_cast<int32_t>(all.size()));
@@ -35,8 +63,9 @@ Nfa::Nfa(const std::vector<Rule>& all, int32_t max_states, int32_t max_unrolled,
   find_live_states();
 }
 
-Nfa::Nfa(const ExpressionTree& tree, int32_t node, int32_t max_states, Work* work)
-    : max_states_(max_states), max_unrolled_(INT32_MAX), work_(work) {
+Nfa::Nfa(const ExpressionTree& tree, int32_t node, int32_t max_states, int32_t max_unrolled,
+         int32_t tail, Work* work)
+    : max_states_(max_states), max_unrolled_(max_unrolled), tail_(tail), work_(work) {
   add_rule(0, 0, tree, node);
   find_live_states();
 }
@@ -155,7 +184,7 @@ int32_t Nfa::emit_repeat(const ExpressionTree& tree, const ExpressionTree::Node&
     connect(loop, end);
     return end;
   }
-  if (max - min > max_unrolled_ && is_finite(tree, child)) {
+  if (max - min - tail_ > max_unrolled_ && is_finite(tree, child)) {
     return emit_counted_loop(tree, child, max - min, from);
   }
   const int32_t end = add_state();
@@ -167,8 +196,8 @@ int32_t Nfa::emit_repeat(const ExpressionTree& tree, const ExpressionTree::Node&
   return end;
 }
 
-// Adds a loop that reads a node at most `limit` times.
-int32_t Nfa::emit_counted_loop(const ExpressionTree& tree, int32_t node, int32_t limit,
+// Adds a loop that reads a node at most `max` times.
+int32_t Nfa::emit_counted_loop(const ExpressionTree& tree, int32_t node, int32_t max,
                                int32_t from) {
   const int32_t start = add_state();
   const int32_t loop = add_state();
@@ -177,13 +206,20 @@ int32_t Nfa::emit_counted_loop(const ExpressionTree& tree, int32_t node, int32_t
   connect(start, loop);
   connect(loop, end);
   states[at(start)].enters = true;
+  const int32_t limit = max - tail_;
   const int32_t body = add_state();
   connect(loop, body);
   const int32_t body_end = emit(tree, node, body);
   for (size_t i = at(body); i < states.size(); ++i) states[i].limit = limit;
   states[at(body_end)].count = static_cast<int32_t>(counts.size());
-  counts.push_back({limit, loop, end});
-  connect(body_end, end);  // for find_live_states()
+  int32_t rest = add_state();
+  counts.push_back({limit, loop, rest});
+  connect(body_end, rest);  // for find_live_states()
+  connect(rest, end);
+  for (int32_t i = 0; i < tail_; ++i) {
+    rest = emit(tree, node, rest);
+    connect(rest, end);
+  }
   return end;
 }
 
@@ -245,19 +281,29 @@ int32_t Nfa::emit_members(const ExpressionTree& tree, const ExpressionTree::Node
 
 // Adds the product of two deterministic automata: the texts of the first one that the second one
 // matches too (kBoth) or does not match (kMinus).
+//
+// If the second one counts, the product does so too. It must not count to the end, because a text
+// such as the address `user@` cannot end there. Therefore the last parts of the loop are written
+// out: as many as are necessary to complete any text of the first automaton.
 int32_t Nfa::emit_product(const ExpressionTree& tree, const ExpressionTree::Node& node,
                           int32_t from) {
   const int32_t end = add_state();
-  const auto determinized = [&](int32_t child, Machine* out) {
-    const Nfa part(tree, tree.child(node, child), max_states_, work_);
+  const auto determinized = [&](int32_t child, int32_t max_unrolled, int32_t tail, Machine* out) {
+    const Nfa part(tree, tree.child(node, child), max_states_, max_unrolled, tail, work_);
     if (!part.states[at(part.rules[0].start)].live) return false;
     *out = Machine::determinize(part, max_states_, work_);
     return true;
   };
   Machine first;
   Machine second;
-  const bool first_has_text = determinized(0, &first);
-  const bool second_has_text = determinized(1, &second);
+  const bool first_has_text = determinized(0, INT32_MAX, 0, &first);
+  int32_t max_unrolled = INT32_MAX;
+  int32_t tail = 0;
+  if (first_has_text && node.op == Op::kBoth && tree.node(tree.child(node, 1)).op == Op::kRepeat) {
+    tail = longest_ending(first);
+    if (tail <= kMaxTail) max_unrolled = max_unrolled_;
+  }
+  const bool second_has_text = determinized(1, max_unrolled, tail, &second);
   if (!first_has_text || (!second_has_text && node.op == Op::kBoth)) return end;
 
   // Neither automaton distinguishes the bytes between two of these limits.
@@ -271,7 +317,9 @@ int32_t Nfa::emit_product(const ExpressionTree& tree, const ExpressionTree::Node
   }
   limits.push_back(256);
 
-  using Pair = std::pair<int32_t, int32_t>;       // states of both automata; kDead: in no state
+  // States of both automata. For the second one, also kDead, or a result of Machine::next() that
+  // changes the counter before the next state.
+  using Pair = std::pair<int32_t, int32_t>;
   std::unordered_map<uint64_t, int32_t> numbers;  // states of this automaton by pair
   std::vector<std::pair<Pair, int32_t>> pending;  // all pairs with their numbers
   const auto state_of = [&](Pair pair) {
@@ -284,9 +332,29 @@ int32_t Nfa::emit_product(const ExpressionTree& tree, const ExpressionTree::Node
     }
     return found->second;
   };
-  connect(from, state_of({0, second_has_text ? 0 : Machine::kDead}));
+  const int32_t start = add_state();
+  connect(from, start);
+  states[at(start)].enters = second_has_text && second.limit(0) != Machine::kNoLimit;
+  connect(start, state_of({0, second_has_text ? 0 : Machine::kDead}));
   for (size_t i = 0; i < pending.size(); ++i) {
     const auto [pair, state] = pending[i];
+    if (pair.second <= Machine::kFirstAction) {
+      const auto change = static_cast<int16_t>(pair.second);
+      if (const Machine::Count* count = second.count(change)) {
+        const int32_t below = state_of({pair.first, count->below});
+        const int32_t reached = state_of({pair.first, count->reached});
+        states[at(state)].count = static_cast<int32_t>(counts.size());
+        counts.push_back({count->limit, below, reached});
+        connect(state, reached);
+      } else {
+        states[at(state)].enters = true;
+        connect(state, state_of({pair.first, second.action(change).target}));
+      }
+      continue;
+    }
+    if (pair.second >= 0 && second.limit(pair.second) != Machine::kNoLimit) {
+      states[at(state)].limit = second.limit(pair.second);
+    }
     const bool accepts = pair.second != Machine::kDead && second.accepting(pair.second);
     if (first.accepting(pair.first) && accepts == (node.op == Op::kBoth)) connect(state, end);
     const auto target_of = [&](int byte) -> Pair {
@@ -316,7 +384,8 @@ int32_t Nfa::emit_product(const ExpressionTree& tree, const ExpressionTree::Node
 }
 
 // Marks the live states, from which a text leads to the end of their rule. A state with a call is
-// live if the first state of the called rule and the state after the call are live.
+// live if the first state of the called rule and the state after the call are live. Throws
+// AmbiguousCount if a text that can go on below the limit of a loop cannot end at the limit.
 void Nfa::find_live_states() {
   const size_t count = states.size();
   std::vector<int32_t> rule_of_start(count, kNone);
@@ -365,6 +434,9 @@ void Nfa::find_live_states() {
     for (const int32_t caller : callers[at(rule_of_start[at(index)])]) {
       if (states[at(states[at(caller)].next)].live) pending.push_back(caller);
     }
+  }
+  for (const Count& count : counts) {
+    if (states[at(count.below)].live && !states[at(count.reached)].live) throw AmbiguousCount();
   }
 }
 

@@ -63,8 +63,10 @@ class Nfa {
   std::vector<Brackets> rules;
 
  private:
-  // Automaton of the texts of one node, which must not contain calls.
-  Nfa(const ExpressionTree& tree, int32_t node, int32_t max_states, Work* work);
+  // Automaton of the texts of one node, which must not contain calls. The last `tail` parts of a
+  // counted loop are written out.
+  Nfa(const ExpressionTree& tree, int32_t node, int32_t max_states, int32_t max_unrolled,
+      int32_t tail, Work* work);
 
   void add_rule(uint8_t open, uint8_t close, const ExpressionTree& tree, int32_t node);
   int32_t add_state();
@@ -85,6 +87,7 @@ class Nfa {
 
   int32_t max_states_;
   int32_t max_unrolled_;
+  int32_t tail_;
   Work* work_;
   std::vector<ByteSequence> sequences_;  // memory of emit_set()
 };
