@@ -378,7 +378,9 @@ def run(options: argparse.Namespace) -> int:
                 output = next(served)
             else:
                 request_id = str(row.request.id)
-                output = Output(id=request_id, reason="refused", error=row.refusal)
+                output = Output(
+                    id=request_id, reason="refused", error=row.refusal, error_type=row.refusal_type
+                )
             outputs.append(output)
         report = make_report(engine, rows, outputs, time.perf_counter() - started)
     if options.json:
@@ -413,7 +415,9 @@ def prepare_requests(
                 requests = row.for_engine(engine).samples()
                 accepted += requests
             except GraftError as error:
-                row = dataclasses.replace(row, refusal=str(error))
+                row = dataclasses.replace(
+                    row, refusal=str(error), refusal_type=type(error).__name__
+                )
         expanded += [dataclasses.replace(row, request=request) for request in requests]
     return expanded, accepted
 

@@ -56,6 +56,7 @@ class PromptRow:
     #: The request. If the row was refused, only the id of the request is set.
     request: Request
     refusal: str | None = None  #: error message; None if the row is valid
+    refusal_type: str | None = None  #: name of the error's class
     raw: bool = False  #: whether the prompt is used without the chat template
     #: Additional variables for the chat template, including ``tools``.
     variables: dict[str, Any] = field(default_factory=dict)
@@ -140,7 +141,9 @@ def read_requests(options: argparse.Namespace) -> list[PromptRow]:
             has_unique_id = isinstance(row_id, str) and row_id not in lines
             request_id = row_id if has_unique_id else next(free_ids)
             refusal = f"line {number}: {error}"
-            prompt_row = PromptRow(Request(id=request_id), refusal=refusal)
+            prompt_row = PromptRow(
+                Request(id=request_id), refusal=refusal, refusal_type=type(error).__name__
+            )
         else:
             request_id = next(free_ids) if row_id is None else row_id
             request = Request(**fields, id=request_id, grammar=spec)

@@ -567,7 +567,8 @@ class Engine:
 
         The entry "closing" counts the mask rows (token bitmasks) from which the limit `max_tokens`
         has excluded a token that the grammar allows, and the requests with such rows, on host and
-        device.
+        device. A preempted request can be counted again after it has got another slot. The rows of
+        matchers in Python are not counted.
 
         The entry "held" contains the numbers of slots, pages and replays that are in use at the
         time of the call.

@@ -214,6 +214,7 @@ def test_invalid_prompt_row_is_refused_alone(parse_rows, row, words):
     first, bad, zero, free = parse_rows(*({"prompt": "a"} | change for change in changes))
     assert bad.refusal is not None
     assert bad.refusal.startswith("line 2: ") and words in bad.refusal
+    assert bad.refusal_type in ("GrammarError", "OptionError")
     assert {first.refusal, zero.refusal, free.refusal} == {None}
     assert [first.request.id, zero.request.id] == ["first", "0"]
     assert len({row.request.id for row in (first, bad, zero, free)}) == 4
