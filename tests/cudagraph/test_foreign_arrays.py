@@ -173,6 +173,7 @@ def test_wrap_returns_pinned_array_for_pinned_memory(device: Device) -> None:
     assert device.wrap(pinned) is pinned
 
 
+@pytest.mark.overlap
 def test_stream_lane_keeps_foreign_arrays_alive_until_work_ends(
     device: Device, stream: Stream, module
 ) -> None:
