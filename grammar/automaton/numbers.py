@@ -18,6 +18,7 @@ from graft.grammar.regular.expression import (
     characters,
     concat,
     minus,
+    multiple,
     optional,
     repeat,
     text,
@@ -32,8 +33,8 @@ NOTHING: Expression = characters([])
 
 #: Bounds that do not fit into 64 bits are not supported.
 _MAX_INTEGER = (1 << 63) - 1
-#: Maximum number of last digits that decide whether a number is a multiple of the divisor. Divisors
-#: that would need more digits are not supported.
+#: Maximum number of last digits that decide whether a number is a multiple of the divisor. For
+#: other divisors, the automaton has a state for each remainder.
 _MAX_DIGITS = 4
 
 _DIGIT = lower_regex("[0-9]")
@@ -367,22 +368,29 @@ def _reduced(coefficient: int, digits: int) -> tuple[int, int]:
 def _multiples(coefficient: int, digits: int) -> Expression:
     """Return the expression of the multiples of ``coefficient / 10**digits``.
 
-    They have no exponent and at most `digits` digits after the point. Raise `NoAutomaton` unless a
-    few digits at the end of a number show whether it is a multiple of the coefficient or, for
-    multiples of 3, of a third of it.
+    They have no exponent and at most `digits` digits after the point. Expressions of the last
+    digits are preferred, because their automata are small. Raise `NoAutomaton` if a fraction has
+    too many digits.
     """
     sign = optional(_MINUS)
     if coefficient == 0:
         return concat([sign, repeat(text("0"), 1, None)])
     if digits:
-        if 10 ** min(digits, _MAX_DIGITS) % coefficient:
+        ends_decide = 10 ** min(digits, _MAX_DIGITS) % coefficient == 0
+        if digits > _MAX_DIGITS and not ends_decide:
             raise NoAutomaton("multipleOf is not supported for this fraction")
         fractions = []
         for length in range(1, digits + 1):
             if length < digits and 10 ** (digits - length) <= coefficient:
                 continue  # LLGuidance allows no fewer digits here
             divisor = coefficient // gcd(coefficient, 10 ** (digits - length))
-            fractions.append(_with_remainder(length, divisor, 0))
+            if ends_decide:
+                fractions.append(_with_remainder(length, divisor, 0))
+            else:
+                fractions.append(multiple(divisor, length))
+        if not ends_decide:
+            whole = multiple(coefficient // gcd(coefficient, 10**digits))
+            return concat([sign, union([whole, *fractions])])
         fraction = optional(concat([text("."), union(fractions)]))
         return concat([sign, repeat(_DIGIT, 1, None), fraction])
     if coefficient % 3 == 0 and coefficient % 9:
@@ -392,7 +400,7 @@ def _multiples(coefficient: int, digits: int) -> Expression:
     while 10**length % coefficient:
         length += 1
         if length > _MAX_DIGITS:
-            raise NoAutomaton("multipleOf is not supported for this number")
+            return concat([sign, multiple(coefficient)])
     if length == 0:
         return concat([sign, repeat(_DIGIT, 1, None)])
     options = [concat([_DIGITS, _with_remainder(length, coefficient, 0)])]

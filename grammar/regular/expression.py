@@ -31,6 +31,7 @@ __all__ = [
     "intersection",
     "members",
     "minus",
+    "multiple",
     "optional",
     "repeat",
     "text",
@@ -49,7 +50,7 @@ MAX_EXPRESSION = 1 << 17
 #: Maximum number of integers in a grammar, that is, in the expressions of all rules.
 MAX_SIZE = 1 << 19
 _SET, _CONCAT, _UNION, _REPEAT = 1, 2, 3, 4
-_CALL, _MEMBERS, _BOTH, _MINUS = 5, 6, 7, 8
+_CALL, _MEMBERS, _BOTH, _MINUS, _MULTIPLE = 5, 6, 7, 8, 9
 
 #: Expression that matches only the empty text.
 EMPTY: Expression = [0]
@@ -175,11 +176,20 @@ def minus(first: Expression, second: Expression) -> Expression:
     return [*first, *second, _MINUS]
 
 
+def multiple(divisor: int, places: int = 0) -> Expression:
+    """Return the expression of decimal digits with `places` digits after a point.
+
+    The number of the digits, read without the point, is a multiple of `divisor`. There is at least
+    one digit before the point, and no point if `places` is 0.
+    """
+    return [_MULTIPLE, divisor, places]
+
+
 def words(expression: Expression, max_words: int) -> list[str] | None:
     """Return all texts that an expression matches; None if there are more than `max_words`.
 
-    The result is also None if the expression contains operations of `call`, `members`, `both` or
-    `minus`.
+    The result is also None if the expression contains operations of `call`, `members`, `both`,
+    `minus` or `multiple`.
     """
     stack: list[list[str]] = []
     at = 0

@@ -115,6 +115,11 @@ class RuleMatcher:
                 node = self._make(("members", separator, members, 0, 0, False))
             elif operation in (7, 8):
                 node = self._make(("both" if operation == 7 else "minus", *pop(2)))
+            elif operation == 9:
+                # divisor, digits after the point, remainder; digits after the point that have been
+                # read, -1 before the point, and -2 before the first digit
+                node = self._make(("multiple", program[at], program[at + 1], 0, -2))
+                at += 2
             else:
                 raise AssertionError(f"unknown operation {operation}")
             stack.append(node)
@@ -148,6 +153,9 @@ class RuleMatcher:
             return self._is_nullable(node[1]) and self._is_nullable(node[2])
         if kind == "minus":
             return self._is_nullable(node[1]) and not self._is_nullable(node[2])
+        if kind == "multiple":
+            _, _, places, remainder, read = node
+            return remainder == 0 and read == (places or -1)
         return kind == "empty"
 
     def _find_productive_rules(self) -> None:
@@ -247,6 +255,17 @@ class RuleMatcher:
             return self._member_steps(node)
         if kind in ("both", "minus"):
             return self._product_steps(node)
+        if kind == "multiple":
+            _, divisor, places, remainder, read = node
+            steps = {}
+            if read < places:
+                following = max(read, -1) + (read >= 0)
+                for digit in range(10):
+                    number = (10 * remainder + digit) % divisor
+                    steps[0x30 + digit] = self._make((*node[:3], number, following))
+            if places and read == -1:
+                steps[0x2E] = self._make((*node[:4], 0))
+            return steps
         return {}
 
     def _concat_steps(self, parts: tuple[Node, ...]) -> dict[int, Node]:

@@ -51,6 +51,7 @@ SCHEMAS: dict[str, Any] = {
     "no integer": {"type": ["number", "string"], "not": INTEGER},
     "no integer in range": {"type": "number", "not": INTEGER, "minimum": -2.5, "maximum": 9},
     "no multiple": {"type": "number", "not": {"multipleOf": 3}},
+    "no multiple of 7": {"type": "integer", "not": {"multipleOf": 7}},
     "no multiples": {"type": "integer", "not": {"anyOf": [{"multipleOf": 4}, {"multipleOf": 6}]}},
     "long complement": {
         "type": "string",

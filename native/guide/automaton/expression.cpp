@@ -87,7 +87,7 @@ int32_t ExpressionTree::read(int32_t low) {
 
 void ExpressionTree::read_operation() {
   const int32_t op = read(0);
-  if (op > static_cast<int32_t>(Op::kMinus)) fail();
+  if (op > static_cast<int32_t>(Op::kMultiple)) fail();
   Node node{static_cast<Op>(op)};
   node.operands = static_cast<int32_t>(position_);
   check_operands(&node);
@@ -130,6 +130,10 @@ void ExpressionTree::check_operands(Node* node) {
     case Op::kMinus:
       take_children(node, 2);
       if (node->has_call) fail();
+      return;
+    case Op::kMultiple:
+      read(1);
+      read(0);
       return;
   }
 }

@@ -14,6 +14,8 @@
 //   6, n, min_1, max_1, ...     members: the last n + 1 expressions are a separator and n items
 //   7                           the texts that match both of the last two expressions
 //   8                           the texts that match the first of these two, but not the second
+//   9, m, p                     decimal digits whose number is a multiple of m, with a point before
+//                               the last p digits if p > 0
 // Items of members follow each other in order. Item i occurs min_i to max_i times, and the
 // separator separates neighbouring items.
 // The operands of the operations 7 and 8 must not contain operation 5.
@@ -57,7 +59,8 @@ enum class Op : int32_t {
   kCall = 5,
   kMembers = 6,
   kBoth = 7,
-  kMinus = 8
+  kMinus = 8,
+  kMultiple = 9
 };
 
 // Syntax tree of an expression.

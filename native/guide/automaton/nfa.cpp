@@ -121,6 +121,8 @@ int32_t Nfa::emit(const ExpressionTree& tree, int32_t index, int32_t from) {
     case Op::kBoth:
     case Op::kMinus:
       return emit_product(tree, node, from);
+    case Op::kMultiple:
+      return emit_multiple(tree.operand(node, 0), tree.operand(node, 1), from);
   }
   return from;
 }
@@ -276,6 +278,39 @@ int32_t Nfa::emit_members(const ExpressionTree& tree, const ExpressionTree::Node
   const int32_t end = add_state();
   connect(empty, end);
   connect(ended, end);
+  return end;
+}
+
+// Adds the decimal numbers with `places` digits after the point that, without the point, are
+// multiples of `divisor`. There is a state for each remainder of the digits before the point and,
+// after the point, for each remainder and number of digits.
+int32_t Nfa::emit_multiple(int32_t divisor, int32_t places, int32_t from) {
+  const int32_t levels = places > 0 ? places + 2 : 1;
+  const int32_t first = static_cast<int32_t>(states.size());
+  for (int32_t i = 0; i < levels; ++i) {
+    for (int32_t remainder = 0; remainder < divisor; ++remainder) add_state();
+  }
+  const auto state_of = [&](int32_t level, int64_t remainder) {
+    return first + level * divisor + static_cast<int32_t>(remainder % divisor);
+  };
+  const auto add_digits = [&](int32_t state, int64_t remainder, int32_t level) {
+    work_->count(10);
+    for (uint8_t digit = 0; digit < 10; ++digit) {
+      const auto byte = static_cast<uint8_t>('0' + digit);
+      add_byte_edge(state, {byte, byte}, state_of(level, 10 * remainder + digit));
+    }
+  };
+  add_digits(from, 0, 0);
+  for (int32_t remainder = 0; remainder < divisor; ++remainder) {
+    add_digits(state_of(0, remainder), remainder, 0);
+    if (places == 0) continue;
+    add_byte_edge(state_of(0, remainder), {'.', '.'}, state_of(1, remainder));
+    for (int32_t level = 1; level <= places; ++level) {
+      add_digits(state_of(level, remainder), remainder, level + 1);
+    }
+  }
+  const int32_t end = add_state();
+  connect(state_of(levels - 1, 0), end);
   return end;
 }
 

@@ -82,6 +82,7 @@ class Nfa {
   int32_t emit_call(int32_t rule, int32_t from);
   int32_t emit_members(const ExpressionTree& tree, const ExpressionTree::Node& node, int32_t from);
   int32_t emit_product(const ExpressionTree& tree, const ExpressionTree::Node& node, int32_t from);
+  int32_t emit_multiple(int32_t divisor, int32_t places, int32_t from);
 
   void find_live_states();
 
