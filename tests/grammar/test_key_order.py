@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import json
 import random
 from typing import Any
 
 import pytest
+from guide_util import BYTES
 from router_util import STOP, Grammar
+from schema_fuzz import walk
 
 from graft.grammar import GrammarError, GrammarSpec, resolve_spec
 from graft.grammar.schema.router import route
@@ -254,22 +258,83 @@ def test_key_order_option():
         GrammarSpec.json_schema(schema, key_order="sorted")
 
 
+def test_any_order_limits_the_number_of_keys():
+    """Random objects with bounds have the keys that jsonschema allows, and no dead ends."""
+    outcomes: collections.Counter[str] = collections.Counter()
+    for seed in range(150):
+        rng = random.Random(seed)
+        names = rng.sample("abc", rng.randint(0, 3))
+        schema: dict[str, Any] = {
+            "type": "object",
+            "properties": {name: rng.choice(SCALARS) for name in names},
+            "required": rng.sample("abc", rng.choice((0, 0, 1, 2))),
+            "additionalProperties": rng.choice((False, True, {"type": "integer"})),
+        }
+        if rng.random() < 0.7:
+            schema["minProperties"] = rng.randint(0, 3)
+        if rng.random() < 0.7:
+            schema["maxProperties"] = rng.randint(0, 4)
+        found = route(schema, key_order="any")
+        if not found.exact or found.ordered:
+            outcomes["refused"] += 1
+            continue
+        grammar = Grammar.routed(found)
+        valid = jsonschema.Draft202012Validator(schema)
+        for size in range(5):
+            for keys in itertools.permutations("abcd", size):
+                value = {key: rng.choice((1, 3, "x")) for key in keys}
+                accepted = grammar.accepts_value(value)
+                if not accepted and found.narrowed:
+                    continue
+                assert accepted == valid.is_valid(value), (schema, value)
+        for _ in range(5):
+            text = walk(grammar.matcher(), BYTES, rng)
+            assert text is None or valid.is_valid(json.loads(text)), (schema, text)
+        outcomes["checked"] += 1
+    assert outcomes["checked"] > 40
+
+
+def test_any_order_of_listed_objects():
+    schema = {"properties": {"a": {"enum": [{"x": 1, "y": {"p": None, "q": [2]}}, 5]}}}
+    grammar = Grammar(spec=GrammarSpec.json_schema(schema, key_order="any"))
+    for text in ('{"a": {"y": {"q": [2], "p": null}, "x": 1}}', '{"a": 5}'):
+        assert grammar.accepts(text)
+    for text in ('{"a": {"x": 1}}', '{"a": {"x": 1, "y": {"p": null, "q": [3]}}}', '{"a": 6}'):
+        assert not grammar.accepts(text)
+
+
+def test_any_order_of_many_keys():
+    """Optional keys beyond 64 may occur several times, like keys that are not listed."""
+    properties = {f"k{i}": {"type": "integer"} for i in range(80)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    schema["required"] = ["k70", "k79"]
+    found = route(schema, key_order="any")
+    assert found.exact and found.narrowed == ()
+    grammar = Grammar.routed(found)
+    assert grammar.accepts('{"k79": 1, "k3": 2, "k70": 3, "k78": 4, "k78": 5}')
+    assert not grammar.accepts('{"k79": 1, "k3": 2}')
+    assert not grammar.accepts('{"k79": 1, "k70": 2, "k70": 3}')
+    assert not grammar.accepts('{"k79": 1, "k70": 2, "k77": "x"}')
+
+
 def test_any_order_falls_back_to_schema_order():
-    """In objects with more than 64 property names, keys keep the schema's order.
+    """In objects with more than 64 required properties, keys keep the schema's order.
 
     The route reports this restriction, and check() refuses such a schema with ``key_order="any"``.
     """
     wide: dict[str, Any] = {"type": "object", "properties": {f"k{i}": {} for i in range(65)}}
+    wide["required"] = list(wide["properties"])
     schema = {"type": "object", "properties": {"a": {}, "b": wide}}
     found = route(schema, key_order="any")
     assert found.exact and found.rules and found.narrowed == found.ordered
-    assert [r[:2] for r in found.narrowed] == [("#/properties/b", "properties")]
+    assert [r[:2] for r in found.narrowed] == [("#/properties/b", "required")]
     grammar = Grammar.routed(found)
-    assert grammar.accepts_value({"b": {"k0": 1, "k64": 1}, "a": 1})
-    assert not grammar.accepts_value({"a": 1, "b": {"k64": 1, "k0": 1}})
-    with pytest.raises(GrammarError, match=r"more than 64 properties \(65\)"):
+    values = {f"k{i}": 1 for i in range(65)}
+    assert grammar.accepts_value({"b": values, "a": 1})
+    assert not grammar.accepts_value({"a": 1, "b": dict(reversed(values.items()))})
+    with pytest.raises(GrammarError, match=r"more than 64 required properties \(65\)"):
         GrammarSpec.json_schema(schema, key_order="any").check()
-    del wide["properties"]["k64"]
+    wide["required"].pop()
     assert route(schema, key_order="any").narrowed == ()
     pair = {"type": "object", "properties": {"a": {"type": "null"}, "b": {}}}
     found = route(pair)

@@ -32,6 +32,7 @@ from graft.grammar.schema.documents import (
     has_orders,
     subschemas,
     types_of,
+    values_of,
 )
 from graft.grammar.schema.llguidance_check import lark_error
 from graft.grammar.schema.llguidance_options import json_options, literal
@@ -93,6 +94,25 @@ def any_order_grammar(schema: Any, whitespace: Whitespace) -> tuple[str, Reasons
     except NoExactForm as caught:
         error = caught
     return "", _locate(schema, [error], _KEPT_ORDER), ()
+
+
+def _value_schema(value: Any) -> Any:
+    """Return a schema that only one value satisfies, and that lists its properties.
+
+    Return None if an array contains objects with several orders of keys.
+    """
+    if isinstance(value, dict):
+        properties = {name: _value_schema(part) for name, part in value.items()}
+        if None in properties.values():
+            return None
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": list(value),
+            "additionalProperties": False,
+        }
+    schema = {"enum": [value]}
+    return None if has_orders(schema) else schema
 
 
 def _locate(schema: Any, errors: list[NoExactForm], prefix: str) -> Reasons:
@@ -289,12 +309,18 @@ class _RuleBuilder:
             unknown = part.keys() - KNOWN
             if unknown:
                 raise NoExactForm(min(unknown), "not supported for keys in any order")
-        for part in parts:
+        for index, part in enumerate(parts):
             if "enum" in part or "const" in part:
-                if has_orders(part):
-                    keyword = "enum" if "enum" in part else "const"
+                if not has_orders(part):
+                    return self._json_parts.json_part(parts)
+                keyword = "enum" if "enum" in part else "const"
+                options = [_value_schema(value) for value in values_of(part) or ()]
+                if None in options:
                     self.ordered.append(NoExactForm(keyword, "the listed values contain objects"))
-                return self._json_parts.json_part(parts)
+                    return self._json_parts.json_part(parts)
+                self._alive.append(tuple(options))
+                rest = self._json_parts.without(part, keyword)
+                return self._union(options, (rest, *parts[:index], *parts[index + 1 :]))
         types = JSON_TYPES
         for part in parts:
             types = common_types(types, types_of(part))
@@ -359,10 +385,13 @@ class _RuleBuilder:
                 rules[name] = rule
             elif name in shape.required:
                 return None
-        if len(rules) > lark.BITS:
-            raise NoExactForm("properties", f"more than {lark.BITS} properties ({len(rules)})")
+        low, high = shape.low, shape.high
+        if high is not None and high < max(low, len(shape.required)):
+            return None
         others = self._other_pairs(shape)
-        pairs = lark.Pairs(tuple(rules.items()), len(shape.required), others)
+        if others is None and len(rules) < low:
+            return None
+        pairs = lark.Pairs(tuple(rules.items()), len(shape.required), others, shape.low, high)
         key = repr(pairs)
         if key not in self._name_of_body:
             name = self._new_name("o")

@@ -131,7 +131,9 @@ def array_body(item: str | None, low: int, high: int | None) -> str:
         return 'OPEN "]"'
     min_more = max(0, low - 1)
     max_more = "" if high is None else max(0, high - 1)
-    items = f"{item} (COMMA {item}){{{min_more},{max_more}}}"
+    items = item
+    if max_more != 0:  # LLGuidance refuses {0,0}
+        items += f" (COMMA {item}){{{min_more},{max_more}}}"
     if low == 0:
         items = f"({items})?"
     return f'OPEN {items} "]"'
@@ -149,11 +151,15 @@ class Pairs(NamedTuple):
     others
         Name of the rule of a pair with a key that is not in `names`; None if such pairs are not
         allowed.
+    low, high
+        Minimum and maximum number of pairs; `high` is None if there is no maximum.
     """
 
     names: tuple[tuple[str, str], ...]
     required: int
     others: str | None
+    low: int = 0
+    high: int | None = None
 
 
 def object_rules(name: str, pairs: Pairs) -> dict[str, str]:
@@ -164,17 +170,30 @@ def object_rules(name: str, pairs: Pairs) -> dict[str, str]:
     end of the object may follow a run, so that the grammar is unambiguous. One rule matches the
     whole rest of the object after a pair, including the closing brace, so that the parser does not
     have to complete a rule at the end of each pair.
+
+    Optional keys for which no bit is left can occur several times. A key that the schema does not
+    name can always occur several times, and counts once towards the minimum number of pairs. Raise
+    `NoExactForm` if the number of pairs or the required keys need more bits, or if the minimum
+    needs several keys that the schema does not name.
     """
     count = len(pairs.names)
     required = pairs.required
     others = pairs.others
+    if required > BITS:
+        raise NoExactForm("required", f"more than {BITS} required properties ({required})")
+    if others is not None and pairs.low > required + 1:
+        raise NoExactForm("minProperties", "several keys that are not listed would be counted")
     if not pairs.names:
-        content = f"({others} (COMMA {others})*)? " if others else ""
-        return {name: f'"{{" {content}"}}"'}
+        body = array_body(others, pairs.low, pairs.high).removeprefix("OPEN").removesuffix('"]"')
+        return {name: f'"{{"{body}"}}"'}
+    if pairs.low > required or pairs.high is not None:
+        return _counted_rules(name, pairs)
     end = '"}"'
     if required:
         end += f" %if is_ones([0:{required}])"
-    more = f"COMMA {name}-named::_ %if not(is_ones([0:{count}]))"
+    more = f"COMMA {name}-named::_"
+    if count <= BITS:
+        more += f" %if not(is_ones([0:{count}]))"
     rules = {name: f'"{{" {name}-first::0'}
     rules[f"{name}-first::_"] = f"{end} | {name}-named::_"
     rules[f"{name}-more::_"] = f"{end} | {more}"
@@ -183,9 +202,77 @@ def object_rules(name: str, pairs: Pairs) -> dict[str, str]:
         rules[f"{name}-after::_"] = f"{end} | {more}"
         rules[f"{name}-first::_"] += f" | {run}"
         rules[f"{name}-more::_"] = f"{end} | COMMA {name}-named::_ | COMMA {run}"
+    rules[f"{name}-named::_"] = " | ".join(_named_pairs(name, pairs))
+    return rules
+
+
+def _named_pairs(name: str, pairs: Pairs, room: str = "") -> list[str]:
+    """Return the alternatives of the rule for a named pair and the rest of the object.
+
+    `room` is the condition under which another key that is not required may follow.
+    """
     options = []
     for bit, (text, value) in enumerate(pairs.names):
         pair = f"{literal(key(text))} COLON {value}"
-        options.append(f"{pair} {name}-more::set_bit({bit}) %if bit_clear({bit})")
-    rules[f"{name}-named::_"] = " | ".join(options)
-    return rules
+        if bit < BITS:
+            conditions = [f"bit_clear({bit})", room if bit >= pairs.required else ""]
+            options.append(f"{pair} {name}-more::set_bit({bit}){_if(conditions)}")
+        else:
+            options.append(f"{pair} {name}-more::_")
+    return options
+
+
+def _if(conditions: list[str], operation: str = "and") -> str:
+    """Return the condition of an alternative; empty if all conditions are empty."""
+    kept = [condition for condition in conditions if condition]
+    if not kept:
+        return ""
+    return f" %if {kept[0]}" if len(kept) == 1 else f" %if {operation}({', '.join(kept)})"
+
+
+def _counted_rules(name: str, pairs: Pairs) -> dict[str, str]:
+    """Return the rules of an object whose number of pairs is limited; see `object_rules`.
+
+    The bits after those of the named keys count the other pairs: up to the maximum if there is one,
+    and otherwise whether there is another pair. Keys that are not required leave room for the
+    required ones.
+    """
+    count, required, high = len(pairs.names), pairs.required, pairs.high
+    optional = 0 if high is None else high - required  # maximum number of keys not required
+    total = count
+    if pairs.others is not None:
+        total += 1 if high is None else optional
+    if total > BITS:
+        keyword = "minProperties" if high is None else "maxProperties"
+        raise NoExactForm(keyword, f"more than {BITS} keys would be counted")
+    if high is not None and optional == 0:  # no key that is not required
+        names = pairs.names[:required]
+        return object_rules(name, Pairs(names, required, None)) if names else {name: '"{" "}"'}
+    room = f"bit_count_lt([{required}:{total}], {optional})" if high is not None else ""
+    options = _named_pairs(name, pairs, room)
+    if pairs.others is not None and high is None:
+        options.append(f"{pairs.others} {name}-more::set_bit({count})")
+    elif pairs.others is not None:
+        for bit in range(count, total):
+            previous = f"bit_set({bit - 1})" if bit > count else ""
+            conditions = [f"bit_clear({bit})", previous, room]
+            options.append(f"{pairs.others} {name}-more::set_bit({bit}){_if(conditions)}")
+    at_end = [f"is_ones([0:{required}])"] if required else []
+    if pairs.low > required:
+        at_end.append(f"bit_count_ge([0:{total}], {pairs.low})")
+    # Whether one of the options is possible.
+    more = []
+    if high is not None:
+        limit = min(optional, total - required)
+        more = [f"not(is_ones([0:{required}]))"] if required else []
+        more += [f"bit_count_lt([{required}:{total}], {limit})"] if limit else []
+    elif pairs.others is None:
+        more = [f"not(is_ones([0:{count}]))"]
+    end = f'"}}"{_if(at_end)}'
+    named = f"{name}-named::_"
+    return {
+        name: f'"{{" {name}-first::0',
+        f"{name}-first::_": f"{end} | {named}{_if(more, 'or')}",
+        f"{name}-more::_": f"{end} | COMMA {named}{_if(more, 'or')}",
+        named: " | ".join(options),
+    }

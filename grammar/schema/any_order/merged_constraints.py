@@ -48,12 +48,16 @@ class ObjectShape:
         Schemas for the values of all other properties.
     required
         Names of the required properties.
+    low, high
+        Minimum and maximum number of properties; `high` is None if there is no maximum.
     """
 
     names: dict[str, Conjuncts] = field(default_factory=dict)
     patterns: dict[str, Conjuncts] = field(default_factory=dict)
     rest: Conjuncts = ()
     required: frozenset[str] = frozenset()
+    low: int = 0
+    high: int | None = None
 
 
 class ArrayShape(NamedTuple):
@@ -75,14 +79,11 @@ class ArrayShape(NamedTuple):
 def merge_objects(parts: Conjuncts) -> ObjectShape:
     """Return the constraints that the schemas in `parts` together impose on objects.
 
-    Raise `NoExactForm` if a schema limits the number of properties, or if two schemas have
-    different patterns.
+    Raise `NoExactForm` if two schemas have different patterns.
     """
     parts = tuple(part for part in parts if OBJECTS & part.keys())
-    for part in parts:
-        for keyword in ("minProperties", "maxProperties"):
-            if keyword in part:
-                raise NoExactForm(keyword, "the number of keys is limited")
+    lows = [int(part.get("minProperties", 0)) for part in parts]
+    highs = [int(part["maxProperties"]) for part in parts if "maxProperties" in part]
     pattern_lists = [tuple(part.get("patternProperties", ())) for part in parts]
     distinct_lists = {patterns for patterns in pattern_lists if patterns}
     if len(distinct_lists) > 1:
@@ -95,7 +96,12 @@ def merge_objects(parts: Conjuncts) -> ObjectShape:
         required += required_of(part)
         if "additionalProperties" in part:
             rest.append(part["additionalProperties"])
-    shape = ObjectShape(rest=tuple(rest), required=frozenset(required))
+    shape = ObjectShape(
+        rest=tuple(rest),
+        required=frozenset(required),
+        low=max(lows, default=0),
+        high=min(highs, default=None),
+    )
     for name in dict.fromkeys(listed + required):
         schemas: list[Any] = []
         for part in parts:
