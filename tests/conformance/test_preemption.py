@@ -179,12 +179,11 @@ def test_penalties_after_a_preemption(plain, model, engine_of):
     "With a lookup drafter, a model and a user's function, rejected drafts leave no trace.",
 )
 def test_rejected_drafts_leave_no_trace(plain, model, engine_of):
-    from graft.models.drafters import NGram, Suffix
+    from graft.models.drafters import NGram
 
     wrong = plain.generate([ask("long", grammar=GUIDED)])[0].tokens
     drafters = {
         "ngram": NGram,
-        "suffix": Suffix,
         "model": model,
         "function": UserDrafter.of(lambda tokens: wrong[len(tokens) % 9 :][:3], deadline_s=20),
     }

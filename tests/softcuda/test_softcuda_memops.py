@@ -296,7 +296,7 @@ def test_driver_call_is_not_permitted_while_device_waits_for_thread(soft):
     soft.ints(1)
 
 
-@pytest.mark.parametrize("generic", [False, True])
+@pytest.mark.parametrize("generic", [pytest.param(False, marks=pytest.mark.full), True])
 def test_memop_node_waits_in_each_of_5000_launches(soft, words, stream, graph, generic):
     """A graph node that waits for a word and then resets it works in each of many launches.
 
