@@ -199,6 +199,27 @@ def test_size_of_automaton_does_not_depend_on_length():
     assert len(sizes) == 1
 
 
+def test_large_grammar_counts_short_strings_too():
+    """Written out, the strings would need more than 32,767 states."""
+    strings = {f"name{i}": {"type": "string", "maxLength": 150} for i in range(40)}
+    schema = {"type": "object", "properties": strings, "additionalProperties": False}
+    few = {"type": "object", "properties": {"name": strings["name0"]}}
+    assert len(compile_both(GrammarSpec.json_schema(few)).automaton.table()["counts"]) == 0
+    spec = GrammarSpec.json_schema(schema)
+    assert len(compile_both(spec).automaton.table()["counts"]) == 40
+    require_equal_walks(spec, walks=2)
+
+
+def test_items_with_a_large_maximum_number_have_an_automaton():
+    """The time of compilation is linear in the maximum number of items."""
+    items = {"type": "string", "pattern": "^[A-F0-9]{24}$"}
+    spec = GrammarSpec.json_schema({"type": "array", "items": items, "maxItems": 1000})
+    matcher = compile_both(spec).matcher()
+    text = '["' + '", "'.join(["0123456789ABCDEF01234567"] * 1000)
+    assert all(map(matcher.accept, tokens_of(text)))
+    assert [VOCABULARY.tokens[token] for token in legal_ids(matcher)] == [b'"', b'"]']
+
+
 def test_invalid_counts_in_serialized_automaton_raise():
     spec = GrammarSpec.json_schema({"type": "string", "maxLength": 300})
     data = compile_automaton(resolve_for_backend(spec, "llguidance"))

@@ -478,12 +478,16 @@ Machine Machine::determinize(const Nfa& nfa, int32_t max_states, Work* work) {
 Machine Machine::compile(const std::vector<Rule>& rules, int32_t max_states, int32_t max_unrolled) {
   constexpr int32_t kMaxNfaStates = 1 << 17;
   Work work;
+  const auto compile = [&](int32_t unrolled) {
+    return determinize(Nfa(rules, kMaxNfaStates, unrolled, &work), max_states, &work);
+  };
   try {
-    const Nfa nfa(rules, kMaxNfaStates, max_unrolled, &work);
-    return determinize(nfa, max_states, &work);
+    return compile(max_unrolled);
   } catch (const AmbiguousCount&) {
-    const Nfa nfa(rules, kMaxNfaStates, INT32_MAX, &work);
-    return determinize(nfa, max_states, &work);
+    return compile(INT32_MAX);
+  } catch (const std::length_error&) {
+    if (max_unrolled != kMaxUnrolled) throw;
+    return compile(kMinUnrolled);
   }
 }
 

@@ -69,6 +69,8 @@ class Machine {
   // Default of `max_unrolled`. A machine that counts is smaller, but computes more mask rows again
   // (see AutomatonGrammar).
   static constexpr int32_t kMaxUnrolled = 200;
+  // Value of `max_unrolled` for a grammar whose machine is too large with the default.
+  static constexpr int32_t kMinUnrolled = 16;
 
   // Compiles the rules of a grammar. The machine counts in repetitions of a character with more
   // than `max_unrolled` optional parts, if one counter is enough. Throws std::runtime_error if an

@@ -2,6 +2,8 @@
 #include "guide/automaton/nfa.h"
 
 #include <algorithm>
+#include <deque>
+#include <map>
 #include <numeric>
 #include <unordered_map>
 #include <utility>
@@ -26,29 +28,61 @@ bool is_finite(const ExpressionTree& tree, int32_t index) {
 // Maximum number of parts of a counted loop that a product writes out.
 constexpr int32_t kMaxTail = 64;
 
-// Returns the largest number of bytes that are necessary from a state to an accepting one.
-int32_t longest_ending(const Machine& machine) {
-  const int32_t states = machine.num_states();
-  std::vector<std::vector<int32_t>> sources(at(states));
-  std::vector<int32_t> queue;
-  std::vector<int32_t> lengths(at(states), -1);
-  for (int32_t state = 0; state < states; ++state) {
-    for (int32_t c = 0; c < machine.num_classes(); ++c) {
-      const int16_t next = machine.of_class(state, c);
-      if (next >= 0) sources[at(next)].push_back(state);
+// A machine reads texts that consist of parts; the machine `part` reads one of them. Returns how
+// many more parts may be necessary, after any number of parts, to complete a text.
+int32_t longest_ending(const Machine& machine, const Machine& part, Work* work) {
+  std::map<std::pair<int32_t, int32_t>, int32_t> numbers;  // by states of both machines
+  std::vector<std::pair<int32_t, int32_t>> pairs;
+  std::vector<std::vector<std::pair<int32_t, int32_t>>> sources;  // of edges: pair, parts that end
+  const auto number_of = [&](int32_t state, int32_t part_state) {
+    const auto [found, is_new] =
+        numbers.try_emplace({state, part_state}, static_cast<int32_t>(pairs.size()));
+    if (is_new) {
+      pairs.push_back(found->first);
+      sources.emplace_back();
     }
-    if (!machine.accepting(state)) continue;
-    lengths[at(state)] = 0;
-    queue.push_back(state);
-  }
-  for (size_t i = 0; i < queue.size(); ++i) {
-    for (const int32_t source : sources[at(queue[i])]) {
-      if (lengths[at(source)] >= 0) continue;
-      lengths[at(source)] = lengths[at(queue[i])] + 1;
-      queue.push_back(source);
+    return found->second;
+  };
+  number_of(0, 0);
+  for (size_t i = 0; i < pairs.size(); ++i) {
+    work->count(64);
+    const auto [state, part_state] = pairs[i];
+    for (size_t byte = 0; byte < 256; ++byte) {
+      if (byte > 0 && machine.classes()[byte] == machine.classes()[byte - 1] &&
+          part.classes()[byte] == part.classes()[byte - 1]) {
+        continue;
+      }
+      const int16_t next = machine.next(state, static_cast<uint8_t>(byte));
+      const int16_t part_next = part.next(part_state, static_cast<uint8_t>(byte));
+      if (next < 0 || part_next < 0) continue;
+      const bool ends = part.accepting(part_next);
+      sources[at(number_of(next, ends ? 0 : part_next))].emplace_back(static_cast<int32_t>(i),
+                                                                      ends);
     }
   }
-  return lengths[at(queue.back())];
+  std::vector<int32_t> lengths(pairs.size(), -1);
+  std::deque<std::pair<int32_t, int32_t>> queue;  // pair, length
+  for (size_t i = 0; i < pairs.size(); ++i) {
+    if (machine.accepting(pairs[i].first) && pairs[i].second == 0) {
+      queue.emplace_back(static_cast<int32_t>(i), 0);
+    }
+  }
+  int32_t longest = 0;
+  while (!queue.empty()) {
+    const auto [pair, length] = queue.front();
+    queue.pop_front();
+    if (lengths[at(pair)] >= 0) continue;
+    lengths[at(pair)] = length;
+    if (pairs[at(pair)].second == 0) longest = length;
+    for (const auto& [source, ends] : sources[at(pair)]) {
+      if (ends > 0) {
+        queue.emplace_back(source, length + 1);
+      } else {
+        queue.emplace_front(source, length);
+      }
+    }
+  }
+  return longest;
 }
 
 }  // namespace
@@ -237,43 +271,45 @@ int32_t Nfa::emit_call(int32_t rule, int32_t from) {
 // Adds the items of members one after the other. Before each item there are three states: `empty`
 // before any item is written; `ended` after an item with which the members may end; and `separated`
 // after a separator, which an item must follow. An optional item can be skipped in all three
-// states.
+// states. Further occurrences of an item are only reached from the occurrence before them.
 int32_t Nfa::emit_members(const ExpressionTree& tree, const ExpressionTree::Node& node,
                           int32_t from) {
   const int32_t separator = tree.child(node, 0);
   int32_t empty = from;
   int32_t ended = add_state();
   int32_t separated = add_state();
-  // Adds one occurrence of an item. `repeats`: further occurrences may follow without limit.
-  const auto add_item = [&](int32_t item, bool required, bool repeats) {
-    const int32_t begin = add_state();
-    connect(empty, begin);
-    connect(separated, begin);
+  for (int32_t i = 1; i < node.num_children; ++i) {
+    const int32_t min = tree.operand(node, 2 * i - 1);
+    const int32_t max = tree.operand(node, 2 * i);
+    const int32_t copies = max < 0 ? std::max(min, 1) : max;
     const int32_t next_empty = add_state();
     const int32_t next_ended = add_state();
     const int32_t next_separated = add_state();
-    if (!required) {
+    if (min == 0) {
       connect(empty, next_empty);
       connect(ended, next_ended);
       connect(separated, next_separated);
     }
-    const int32_t end = emit(tree, item, begin);
-    connect(end, next_ended);
-    const int32_t after = emit(tree, separator, end);
-    connect(after, next_separated);
-    if (repeats) connect(after, begin);
+    int32_t begin = add_state();
+    connect(empty, begin);
+    connect(separated, begin);
+    for (int32_t copy = 1; copy <= copies; ++copy) {
+      const int32_t end = emit(tree, tree.child(node, i), begin);
+      const int32_t after = emit(tree, separator, end);
+      if (copy >= min) {
+        connect(end, next_ended);
+        connect(after, next_separated);
+      }
+      if (copy < copies) {
+        begin = add_state();
+        connect(after, begin);
+      } else if (max < 0) {
+        connect(after, begin);
+      }
+    }
     empty = next_empty;
     ended = next_ended;
     separated = next_separated;
-  };
-  for (int32_t i = 1; i < node.num_children; ++i) {
-    const int32_t item = tree.child(node, i);
-    const int32_t min = tree.operand(node, 2 * i - 1);
-    const int32_t max = tree.operand(node, 2 * i);
-    const int32_t copies = max < 0 ? std::max(min, 1) : max;
-    for (int32_t k = 0; k < copies; ++k) {
-      add_item(item, k < min, max < 0 && k == copies - 1);
-    }
   }
   const int32_t end = add_state();
   connect(empty, end);
@@ -324,21 +360,25 @@ int32_t Nfa::emit_product(const ExpressionTree& tree, const ExpressionTree::Node
                           int32_t from) {
   const int32_t end = add_state();
   const auto determinized = [&](int32_t child, int32_t max_unrolled, int32_t tail, Machine* out) {
-    const Nfa part(tree, tree.child(node, child), max_states_, max_unrolled, tail, work_);
+    const Nfa part(tree, child, max_states_, max_unrolled, tail, work_);
     if (!part.states[at(part.rules[0].start)].live) return false;
     *out = Machine::determinize(part, max_states_, work_);
     return true;
   };
   Machine first;
   Machine second;
-  const bool first_has_text = determinized(0, INT32_MAX, 0, &first);
+  const bool first_has_text = determinized(tree.child(node, 0), INT32_MAX, 0, &first);
   int32_t max_unrolled = INT32_MAX;
   int32_t tail = 0;
   if (first_has_text && node.op == Op::kBoth && tree.node(tree.child(node, 1)).op == Op::kRepeat) {
-    tail = longest_ending(first);
+    const ExpressionTree::Node& repeat = tree.node(tree.child(node, 1));
+    Machine part;
+    if (determinized(tree.child(repeat, 0), INT32_MAX, 0, &part)) {
+      tail = longest_ending(first, part, work_);
+    }
     if (tail <= kMaxTail) max_unrolled = max_unrolled_;
   }
-  const bool second_has_text = determinized(1, max_unrolled, tail, &second);
+  const bool second_has_text = determinized(tree.child(node, 1), max_unrolled, tail, &second);
   if (!first_has_text || (!second_has_text && node.op == Op::kBoth)) return end;
 
   // Neither automaton distinguishes the bytes between two of these limits.
@@ -397,7 +437,7 @@ int32_t Nfa::emit_product(const ExpressionTree& tree, const ExpressionTree::Node
       return {first.next(pair.first, value),
               pair.second == Machine::kDead ? Machine::kDead : second.next(pair.second, value)};
     };
-    work_->count(256);
+    work_->count(static_cast<int64_t>(limits.size()));
     Pair target = target_of(0);
     for (size_t low = 0; low + 1 < limits.size();) {
       size_t high = low;
