@@ -168,7 +168,8 @@ class SchemaReader:
         self._references: References | None = None
         self._root = root
         draft = dialect(root, 2020)
-        self._unknown = frozenset(key for key, since in _SINCE.items() if draft < since)
+        unknown = frozenset(key for key, since in _SINCE.items() if draft < since)
+        self._known = (_APPLICATORS | _ASSERTIONS) - unknown
         self._has_prefix_items = draft >= 2020
         self._targets: dict[str, Values] = {}
         # Sets whose intersection is the target of a reference, by the name of the target, and the
@@ -238,10 +239,7 @@ class SchemaReader:
         self._count += 1
         if self._count > MAX_SETS:
             raise NoAutomaton("the schema is too large")
-        if all(
-            (key not in _APPLICATORS and key not in _ASSERTIONS) or key in self._unknown
-            for key in schema
-        ):
+        if self._known.isdisjoint(schema):
             return ANYTHING
         result: Values = ANYTHING
         assertions: dict[str, Any] = {}

@@ -112,6 +112,8 @@ _SCHEMA_KEYWORDS = word_set(
     """allOf anyOf oneOf prefixItems items additionalItems additionalProperties propertyNames
     contains not if then else unevaluatedItems unevaluatedProperties"""
 )
+#: Keywords whose values contain schemas.
+_SCHEMAS = MAPS | _SCHEMA_KEYWORDS
 
 
 def subschemas(schema: Any, at: str = "#") -> Parts:
@@ -127,16 +129,16 @@ def subschemas(schema: Any, at: str = "#") -> Parts:
             continue
         found.append((pointer, part))
         for keyword, value in part.items():
-            # The type is checked first, because most values are neither objects nor lists.
+            if keyword not in _SCHEMAS:
+                continue
+            base = f"{pointer}/{keyword}"
             if isinstance(value, dict):
                 if keyword in MAPS:
-                    base = f"{pointer}/{keyword}"
                     for name, inner in reversed(value.items()):
                         pending.append((f"{base}/{escape(name)}", inner))
-                elif keyword in _SCHEMA_KEYWORDS:
-                    pending.append((f"{pointer}/{keyword}", value))
-            elif isinstance(value, list) and keyword in _SCHEMA_KEYWORDS:
-                base = f"{pointer}/{keyword}"
+                else:
+                    pending.append((base, value))
+            elif isinstance(value, list) and keyword not in MAPS:
                 for i in reversed(range(len(value))):
                     pending.append((f"{base}/{i}", value[i]))
     return found
@@ -162,6 +164,8 @@ def common_types(one: JsonTypes, other: JsonTypes) -> JsonTypes:
 
     If one set contains ``number`` and the other ``integer``, they have ``integer`` in common.
     """
+    if one is JSON_TYPES:
+        return other
     both = set(one & other)
     if "integer" in one and "number" in other:
         both.add("integer")

@@ -12,7 +12,7 @@ from graft.grammar.schema.reasons import NoExactForm
 __all__ = ["References", "pointer_steps", "replace_references"]
 
 _MAX_REFERENCE_CHAIN = 8
-_IDENTIFIERS = frozenset(("$id", "id"))
+_IDENTIFIERS = ("$id", "id")
 
 
 def pointer_steps(pointer: str) -> list[str]:
@@ -121,14 +121,16 @@ def _has_nested_id(root: Any) -> bool:
     A property with the name ``id`` is not mistaken for the keyword ``id``, because the value of
     the keyword is a string and the value of a property is a schema.
     """
-    pending = list(root.values()) if isinstance(root, dict) else []
-    while pending:
-        part = pending.pop()
-        if isinstance(part, dict):
-            for key in _IDENTIFIERS & part.keys():
-                if isinstance(part[key], str) and not part[key].startswith("#"):
-                    return True
-            pending.extend(part.values())
-        elif isinstance(part, list):
-            pending.extend(part)
+    pending = [root.values()] if isinstance(root, dict) else []
+    for parts in pending:  # grows during the loop
+        for part in parts:
+            if isinstance(part, str):  # most values are strings
+                continue
+            if isinstance(part, dict):
+                for key in _IDENTIFIERS:
+                    if key in part and isinstance(part[key], str) and part[key][:1] != "#":
+                        return True
+                pending.append(part.values())
+            elif isinstance(part, list):
+                pending.append(part)
     return False

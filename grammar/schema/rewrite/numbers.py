@@ -94,6 +94,8 @@ class Numbers:
         `NoExactForm` if no exact form is known.
         """
         keywords = {key: schema[key] for key in (*BOUNDS, "multipleOf") if key in schema}
+        if not keywords:
+            return Restricted({}, {})
         step = None
         if "multipleOf" in schema:
             step = self._step(schema["multipleOf"])
@@ -326,7 +328,7 @@ def _exact(value: Any) -> Fraction:
 
 
 def _named_numbers(schema: SchemaObject) -> set[Fraction]:
-    return {_exact(schema[key]) for key in BOUNDS if _is_number(schema.get(key))}
+    return {_exact(schema[key]) for key in BOUNDS if key in schema and _is_number(schema[key])}
 
 
 def _json(value: Fraction) -> int | float:

@@ -178,7 +178,10 @@ class Rewriter:
             return schema
         lost_before, narrowed_before = len(self.lost), len(self.narrowed)
         site = Site(schema, at, common_types(types, types_of(schema)))
-        for keyword in sorted(schema, key=lambda keyword: _LAST.get(keyword, 0)):
+        keywords = list(schema)
+        if not _LAST.keys().isdisjoint(keywords):
+            keywords.sort(key=lambda keyword: _LAST.get(keyword, 0))
+        for keyword in keywords:
             try:
                 self._rewrite_keyword(keyword, schema[keyword], site)
             except NoExactForm as error:
