@@ -44,6 +44,7 @@ PLAIN = (
 #: or only measurements use them.
 LEFT_OUT = (
     "models/llm/kernels/attention_plan.cu",
+    "models/llm/kernels/attention_prompt.cu",
     "models/llm/kernels/attention_split.cu",
     "models/llm/kernels/attention_warp.cu",
     "models/llm/kernels/linear_few.cu",

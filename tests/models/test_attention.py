@@ -444,11 +444,22 @@ def test_attention_nan_key_gives_nan(device, stream, dim):
     "arch", [90, *(pytest.param(arch, marks=pytest.mark.full) for arch in (80, 100, 120))]
 )
 @pytest.mark.parametrize("dim", ["64", "128"])
-@pytest.mark.parametrize(("query_tiles", "blocks"), [("1", 2), ("4", 1)])
-def test_split_attention_fits_blocks_per_multiprocessor(arch, dim, query_tiles, blocks):
-    """The kernel spills no registers, and its blocks fit in the registers of a multiprocessor."""
-    macros = (("WIDE_HEAD", dim), ("QUERY_TILES", query_tiles))
-    (usage,) = compile_variant(Variant(FOLDER / "attention_split.cu", macros), arch)
-    assert usage.spilled_bytes == 0 and usage.registers * 128 * blocks <= 65536
-    static = attention._STATIC_SHARED if query_tiles == "4" else 28 * 1024
-    assert usage.shared_bytes <= static
+@pytest.mark.parametrize(
+    ("kernel", "threads", "blocks", "static_limit"),
+    [
+        ("attention_split", 128, 2, 48 * 1024),
+        ("attention_prompt", 256, 1, attention._STATIC_SHARED),
+    ],
+)
+def test_split_attention_fits_blocks_per_multiprocessor(
+    arch, dim, kernel, threads, blocks, static_limit
+):
+    """The blocks of a multiprocessor fit in its registers, and the loops over steps spill none.
+
+    Up to six values, which these loops do not use, may be in local memory.
+    """
+    variant = Variant(FOLDER / f"{kernel}.cu", (("WIDE_HEAD", dim),))
+    (usage,) = compile_variant(variant, arch)
+    assert usage.stack_bytes <= 6 * 4 and usage.loop["local"] == 0
+    assert usage.registers * threads * blocks <= 65536
+    assert usage.shared_bytes <= static_limit

@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.ptx, pytest.mark.nvrtc]
 
 LAUNCH = Path(__file__).with_name("attention_launch.py")
 STEP = 16  # positions of a step, which are loaded together
-KEYS = "5"  # number of the kernel's parameter
-VALUES = "6"
+# Numbers of the parameters `keys` and `values` of the attention kernels.
+KEYS_AND_VALUES = {"attention_split": ("5", "6"), "attention_prompt": ("4", "5")}
 
 
 def count(tmp_path, **arguments):
@@ -38,10 +38,24 @@ def count(tmp_path, **arguments):
     return {launch["kernel"]: launch for launch in launches}
 
 
+def attention_counts(counts):
+    """Return the name of the attention kernel that was launched, and its counts."""
+    (kernel,) = KEYS_AND_VALUES.keys() & counts.keys()
+    return kernel, counts[kernel]
+
+
 def bytes_loaded(counts):
     """Return the bytes of keys and values that attention has loaded."""
-    loaded = counts["attention_split"]["loaded_by_parameter"]
-    return loaded[KEYS] + loaded[VALUES]
+    kernel, attention = attention_counts(counts)
+    return sum(attention["loaded_by_parameter"][number] for number in KEYS_AND_VALUES[kernel])
+
+
+def machine_instructions(attention):
+    """Return the executed instructions without those that copy registers.
+
+    The compiler from PTX to machine code removes most copies of registers.
+    """
+    return sum(attention["instructions"].values()) - attention["instructions"]["move"]
 
 
 @pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.full)])
@@ -93,10 +107,10 @@ def test_prompt_attention_loads_keys_and_values_a_quarter_as_often(tmp_path, row
         for per_slot in (1, rows)
         if not (tmp_path / str(per_slot)).mkdir()
     )
-    assert 4 * bytes_loaded(shared) <= bytes_loaded(alone)
-    instructions = [
-        sum(counts["attention_split"]["instructions"].values()) for counts in (shared, alone)
-    ]
+    # Tiles of 16 rows load each position once, although their first rows need a few less.
+    assert bytes_loaded(shared) <= rows // 16 * length * 128 * 2 * 2
+    assert 3.9 * bytes_loaded(shared) <= bytes_loaded(alone)
+    instructions = [machine_instructions(attention_counts(counts)[1]) for counts in (shared, alone)]
     assert instructions[0] <= 1.02 * instructions[1]
 
 
@@ -132,9 +146,11 @@ def test_roofline_counts_executed_work_of_attention(tmp_path, requests, rows, co
         rows_per_slot=rows,
         dtype="bfloat16",
     )
-    split = counts["attention_split"]
-    shared = split["loaded"]["shared"] + split["stored"]["shared"]
+    kernel, attention = attention_counts(counts)
+    moved = attention["loaded"]["shared"] + attention["stored"]["shared"]
+    if kernel == "attention_split":
+        # attention_prompt copies keys and values to shared memory without the L1 cache.
+        moved += bytes_loaded(counts)
     work = roofline.attention([context] * requests, rows).work
-    executed = sum(split["instructions"].values())
-    assert work["issue"] == pytest.approx(executed, rel=tolerance)
-    assert work["L1"] == pytest.approx(shared + bytes_loaded(counts), rel=tolerance)
+    assert work["issue"] == pytest.approx(machine_instructions(attention), rel=tolerance)
+    assert work["L1"] == pytest.approx(moved, rel=tolerance)

@@ -114,21 +114,29 @@ def test_roofline_counts_instructions_of_machine_code(block, outputs):
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("query_tiles", [1, 4])
-def test_roofline_counts_attention_instructions_of_machine_code(query_tiles):
-    """The loop over the steps of all rows is the first loop with mma instructions.
+def test_roofline_counts_prompt_attention_instructions_of_machine_code():
+    """The loop over steps contains a step for all rows, and a loop over steps of single rows."""
+    of_row, of_all = attention_loops("attention_prompt")
+    step = of_all["all"] - of_row["all"]
+    assert step == pytest.approx(roofline.ATTENTION_TILES[4].step, rel=0.03)
 
-    If there are several query tiles, it contains a loop over them, which ends before it.
-    """
-    macros = (("QUERY_TILES", str(query_tiles)), ("OUT", "bf16_t"))
-    variant = machine_code.Variant(FOLDER / "attention_split.cu", macros)
+
+@pytest.mark.nvrtc
+def test_roofline_counts_decode_attention_instructions_of_machine_code():
+    """The loop over steps for all rows contains code for trees, which other rows do not execute."""
+    of_all, _ = attention_loops("attention_split")
+    assert 0.75 * of_all["all"] <= roofline.ATTENTION_TILES[1].step <= of_all["all"]
+
+
+def attention_loops(kernel):
+    """Return the counts of the first loop with one step, and of the first one with two steps."""
+    macros = (("OUT", "bf16_t"),)
+    variant = machine_code.Variant(FOLDER / f"{kernel}.cu", macros)
     cubin, _ = machine_code.compile_cubin(variant, 90)
-    found = machine_code.count_loops(machine_code.disassemble(cubin))["attention_split"]
+    found = machine_code.count_loops(machine_code.disassemble(cubin))[kernel]
     loops = [loop for loop in found if loop["mma"]]
-    of_tile, of_all = loops[0], loops[1 if query_tiles > 1 else 0]
-    assert of_tile["mma"] == of_all["mma"] == roofline.ATTENTION_STEP_MMA
-    step = (of_all["all"] + (query_tiles - 1) * of_tile["all"]) / query_tiles
-    assert step == pytest.approx(roofline.ATTENTION_TILES[query_tiles].step, rel=0.03)
+    assert loops[0]["mma"] == roofline.ATTENTION_STEP_MMA
+    return loops[0], next((loop for loop in loops if loop["mma"] == 128), None)
 
 
 def test_roofline_estimate_exceeds_time_of_every_resource():

@@ -8,8 +8,9 @@ these times: it is close to the longest one if the others are much shorter, and 
 resources are nearly saturated. To this the estimate adds latencies that no other work hides.
 
 The launch configurations come from the functions that the kernels are launched with, and the
-numbers of instructions from machine code for sm_90 (``tests/tools/test_roofline.py``) or from PTX
-(``tests/models/test_attention_counts.py``). The estimates have not been compared with a GPU.
+numbers of instructions from machine code for sm_90 (``tests/tools/test_roofline.py``) or, without
+copies of registers, from executed PTX (``tests/models/test_attention_counts.py``). The estimates
+have not been compared with a GPU.
 """
 
 from __future__ import annotations
@@ -98,28 +99,31 @@ TILES = {
 
 @dataclass(frozen=True)
 class _AttentionTile:
-    """Work of an attention warp on one query tile, which has 16 queries.
+    """Work of an attention kernel on one query tile, which has 16 queries.
 
     Attributes
     ----------
-    step, step_shared
-        Instructions per step of 16 positions, and bytes that they transfer between registers and
-        shared memory.
-    fold, fold_shared
-        The same for the rest of a part of the positions, mainly for adding the results of warps.
+    step, step_l1
+        Instructions per step of 16 positions, and bytes that they transfer through the L1 cache
+        and shared memory.
+    part, part_l1
+        The same for the rest of a part of the positions, mainly for adding the results of its four
+        quarters.
     """
 
     step: float
-    step_shared: int
-    fold: float
-    fold_shared: int
+    step_l1: int
+    part: float
+    part_l1: int
 
 
-#: Work of attention by the number of query tiles that share keys and values. The values of `fold`
-#: are fitted: with them, the work of two launches equals the executed work within 5 %.
+#: Work of attention by the number of query tiles that share keys and values: the kernels
+#: attention_split and attention_prompt. The values are fitted: with them, the work of several
+#: launches equals the executed work within 5 %. Instructions of PTX that copy registers are not
+#: counted, because most of them are not in the machine code.
 ATTENTION_TILES = {
-    1: _AttentionTile(681, 8192, 390, 14_300),
-    4: _AttentionTile(535, 25_600, 840, 39_000),
+    1: _AttentionTile(531, 17_400, 460, 50_200),
+    4: _AttentionTile(454, 10_240, 1236, 59_000),
 }
 ATTENTION_STEP_MMA = 64
 
@@ -222,16 +226,13 @@ def attention(contexts: Sequence[int], rows: int) -> Launch:
     query_tiles = KV_HEADS * ceil_div(rows * HEADS // KV_HEADS, 16)
     position_bytes = 2 * 2 * KV_HEADS * HEAD_DIM
     steps = sum(query_tiles * ceil_div(context, 16) for context in contexts)
-    # The four warps of a block compute a part together. A context has up to 32 parts.
-    folds = sum(4 * query_tiles * min(ceil_div(context, 64), 32) for context in contexts)
-    sharing = sharing_query_tiles(rows)
-    tile = ATTENTION_TILES[sharing]
-    step_bytes = tile.step_shared + 16 * position_bytes // KV_HEADS / sharing
+    parts = sum(query_tiles * min(ceil_div(context, 64), 32) for context in contexts)
+    tile = ATTENTION_TILES[sharing_query_tiles(rows)]
     work: dict[str, float] = {
         "memory": sum(contexts) * position_bytes,
         "L2": tiles * sum(contexts) * position_bytes,
-        "L1": steps * step_bytes + folds * tile.fold_shared,
-        "issue": steps * tile.step + folds * tile.fold,
+        "L1": steps * tile.step_l1 + parts * tile.part_l1,
+        "issue": steps * tile.step + parts * tile.part,
         "mma": steps * ATTENTION_STEP_MMA,
     }
     return Launch("attention", LAYERS, work, HOP_S + ATTENTION_S)

@@ -25,15 +25,18 @@ from graft.sampling.checks import expect
 # All sizes except _THREAD_BLOCKS and _BLOCKS must match constants in the kernels.
 _WARP = 32
 _WARP_BLOCK = 128
+_PROMPT_BLOCK = 256
 _TILE = 16
 _THREAD_QUERIES = 48
 _THREAD_BLOCKS = 8  # few rows are divided among this many blocks, to use several CPU threads
 _SPLIT = 64  # minimum number of positions per part
 _MAX_PARTS = 32
-# If a slot has _SHARING_ROWS rows or more, _QUERY_TILES query tiles share keys and values.
+# If a slot has _PROMPT_ROWS rows or more, _QUERY_TILES query tiles share keys and values: attention
+# runs the kernel attention_prompt instead of attention_split.
 _QUERY_TILES = 4
-_SHARING_ROWS = 64
-_STATIC_SHARED = 12 * 1024  # more than the static shared memory of blocks with several query tiles
+_PROMPT_ROWS = 64
+_PROMPT_STAGES = 3  # stages of the pipeline of attention_prompt
+_STATIC_SHARED = 6 * 1024  # more than the static shared memory of attention_prompt
 # Number of blocks of split attention that run at the same time, by number of query tiles.
 _BLOCKS = {1: 2 * MULTIPROCESSORS, _QUERY_TILES: MULTIPROCESSORS}
 
@@ -198,12 +201,16 @@ class Attention:
         expect("attention: qkv", qkv, "float32", R=count, heads=width)
         out_dtype = "float32" if self._loader.is_thread else out.dtype
         expect("attention: out", out, out_dtype, R=count, heads=heads * dim)
-        arrays = (rows.slot, rows.pos, rows.ancestors, kv.page_table, kv.k[layer], kv.v[layer], out)
+        rows_args: tuple[object, ...] = (qkv, rows.slot, rows.pos, rows.ancestors)
+        arrays = (kv.page_table, kv.k[layer], kv.v[layer], out)
         sizes = (kv.kv_heads, kv.slots, kv.max_pages, kv.page_shift, dim**-0.5)
+        if plan.query_tiles > 1:  # attention_prompt does not support trees
+            rows_args = rows_args[:-1]
         if plan.query_tiles:
-            self._launch_split(lane, (qkv, *arrays, heads, *sizes), plan, kv, out)
+            self._launch_split(lane, (*rows_args, *arrays, heads, *sizes), plan, kv, out)
         else:
-            self._launch_unsplit(lane, (qkv, *arrays, count, heads, *sizes), count, kv, heads, out)
+            args = (*rows_args, *arrays, count, heads, *sizes)
+            self._launch_unsplit(lane, args, count, kv, heads, out)
 
     def _launch_unsplit(
         self,
@@ -239,29 +246,26 @@ class Attention:
         out: DeviceArray,
     ) -> None:
         """Launch attention on tensor cores. `args` are the first arguments of the kernel."""
-        kernel = self._loader.load(
-            "attention_split",
-            "attention_split",
-            CACHE16=STORAGE[kv.dtype],
-            WIDE_HEAD=kv.head_dim,
-            OUT=STORAGE[out.dtype],
-            QUERY_TILES=plan.query_tiles,
-        )
+        is_prompt = plan.query_tiles > 1
+        name = "attention_prompt" if is_prompt else "attention_split"
+        defines = {"CACHE16": STORAGE[kv.dtype], "WIDE_HEAD": kv.head_dim}
+        kernel = self._loader.load(name, name, **defines, OUT=STORAGE[out.dtype])
         tile_heads, _ = _head_tiles(plan.heads, kv)
         work = (tile_heads, plan.tiles, plan.begin, _parts(kv))
         grid = (plan.blocks, plan.head_tiles, 1)
         args = (*args, *work, self._partials, self._counters)
-        shared = _shared_bytes(plan.query_tiles, kv)
-        lane.kernel(kernel, grid, _WARP_BLOCK, args, shared=shared, name="attention")
+        block = _PROMPT_BLOCK if is_prompt else _WARP_BLOCK
+        shared = _prompt_shared_bytes(kv) if is_prompt else 0
+        lane.kernel(kernel, grid, block, args, shared=shared, name="attention")
 
     def _query_tiles(self, rows_per_slot: int, kv: PagedKV) -> int:
-        """Return the number of query tiles (groups of 16 queries) for which a warp loads keys once.
+        """Return the number of query tiles (groups of 16 queries) that share keys and values.
 
         It is 1 if a slot has few rows, or if the GPU has too little shared memory for more.
         """
         limit = self._loader.device.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
-        fits = _shared_bytes(_QUERY_TILES, kv) + _STATIC_SHARED <= limit
-        return _QUERY_TILES if fits and rows_per_slot >= _SHARING_ROWS else 1
+        fits = _prompt_shared_bytes(kv) + _STATIC_SHARED <= limit
+        return _QUERY_TILES if fits and rows_per_slot >= _PROMPT_ROWS else 1
 
     def reserve(self, rows: int, heads: int, kv: PagedKV) -> bool:
         """Reserve the workspace and the plan of split attention for up to `rows` rows.
@@ -272,7 +276,7 @@ class Attention:
             return False
         device = self._loader.device
         _, head_tiles = _head_tiles(heads, kv)
-        for query_tiles in {1, self._query_tiles(_SHARING_ROWS, kv)}:
+        for query_tiles in {1, self._query_tiles(_PROMPT_ROWS, kv)}:
             blocks = _plan_blocks(rows, query_tiles, head_tiles, kv)
             counters = blocks * head_tiles
             partials = counters * _parts(kv) * query_tiles * _TILE * (kv.head_dim + 4)
@@ -345,11 +349,8 @@ def _plan_blocks(rows: int, query_tiles: int, head_tiles: int, kv: PagedKV) -> i
     return max(1, min(_BLOCKS[query_tiles] // head_tiles, rows * _parts(kv)))
 
 
-def _shared_bytes(query_tiles: int, kv: PagedKV) -> int:
-    """Return the bytes of dynamic shared memory of split attention (attention_split.cu)."""
-    if query_tiles == 1:
-        return 0
-    dim = kv.head_dim
-    queries = query_tiles * dim * 64  # the queries, and as many bytes of folded sums
-    warp_sums = _WARP_BLOCK * query_tiles * (dim // 8 + 1) * 16
-    return 2 * queries + warp_sums
+def _prompt_shared_bytes(kv: PagedKV) -> int:
+    """Return the bytes of dynamic shared memory of the kernel attention_prompt."""
+    step = 2 * _TILE * kv.head_dim * 2  # keys and values of 16 positions
+    exchanged = 3 * _TILE * kv.head_dim * 4  # sums of three quarters of a query tile
+    return _PROMPT_STAGES * 2 * step + _QUERY_TILES * exchanged

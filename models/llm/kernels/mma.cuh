@@ -187,3 +187,26 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(COUNT) : "memory");
 #endif
 }
+
+// Loads four 8 x 8 matrices of 16-bit values from shared memory and transposes them. Lane 8 m + r
+// passes the address of row r of matrix m, a Pack16. u[m], in lane 4 g + t, has the values in
+// column g of rows 2t and 2t + 1 of matrix m.
+__device__ __forceinline__ Pack16 load_transposed(const Pack16* row) {
+  Pack16 columns;
+#ifdef __CUDA_ARCH__
+  const unsigned int at = static_cast<unsigned int>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(columns.u[0]), "=r"(columns.u[1]), "=r"(columns.u[2]), "=r"(columns.u[3])
+               : "r"(at)
+               : "memory");
+#else
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  for (int m = 0; m < 4; ++m) {
+    const Pack16* const low = __shfl_sync(FULL_WARP, row, 8 * m + 2 * t);
+    const Pack16* const high = __shfl_sync(FULL_WARP, row, 8 * m + 2 * t + 1);
+    const int shift = g % 2 * 16;
+    columns.u[m] = (low->u[g / 2] >> shift & 0xffffu) | (high->u[g / 2] >> shift & 0xffffu) << 16;
+  }
+#endif
+  return columns;
+}
