@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from graft.grammar.errors import GrammarError, UnsupportedFormatError
 from graft.grammar.schema.documents import word_set
 from graft.grammar.schema.keyword_support import BACKENDS, ignored_keywords
-from graft.grammar.schema.router import refusal, route
+from graft.grammar.schema.router import automaton_form, refusal, route
 from graft.grammar.schema.wellformed import check_schema
 from graft.grammar.schema.xgrammar_strings import unsafe_strings, without_unsafe_strings
 from graft.grammar.spec import KeyOrder, Spec, Whitespace, check_spec, json_text, parse_json
@@ -21,12 +21,14 @@ from graft.grammar.usable import require_usable, unusable_reason, usable_backend
 __all__ = [
     "ResolvedGrammar",
     "check_backend",
+    "resolve_for_automaton",
     "resolve_for_backend",
     "resolve_spec",
     "strict_schema",
     "without_partial_hint",
 ]
 
+_TOO_DEEP = "JSON schema: is nested too deeply"
 _PARTIAL_HINT = " (pass partial=True to enforce the rest of the schema)"
 
 
@@ -52,12 +54,6 @@ class ResolvedGrammar:
         text.
     rules
         Lark grammar that LLGuidance compiles instead of `content`; empty if `content` is compiled.
-    automaton_schema
-        Schema of the automaton that enforces a JSON schema exactly although LLGuidance cannot; see
-        `graft.grammar.schema.router.Route`. None for other grammars.
-    refusal
-        Error to raise if graft has no automaton for `automaton_schema`; empty if the grammar can be
-        compiled without it.
     """
 
     spec: Spec
@@ -66,11 +62,9 @@ class ResolvedGrammar:
     partial: bool = False
     text: str = ""
     rules: str = ""
-    automaton_schema: Any = None
-    refusal: str = ""
 
 
-def resolve_spec(spec: Spec, backend: str, *, automata: bool = False) -> ResolvedGrammar:
+def resolve_spec(spec: Spec, backend: str) -> ResolvedGrammar:
     """Return a grammar in the form that an engine with this backend compiles.
 
     JSON schemas and the schemas of structural tags are converted as follows. For LLGuidance, a
@@ -89,8 +83,6 @@ def resolve_spec(spec: Spec, backend: str, *, automata: bool = False) -> Resolve
     backend
         Backend of the engine: ``"auto"``, ``"llguidance"`` or ``"xgrammar"``. If the specification
         names a backend, that backend is used instead.
-    automata
-        As in `resolve_for_backend`.
 
     Raises
     ------
@@ -101,17 +93,14 @@ def resolve_spec(spec: Spec, backend: str, *, automata: bool = False) -> Resolve
     reasons = []
     for name in candidate_backends(spec, backend):
         try:
-            return resolve_for_backend(spec, name, automata=automata)
+            return resolve_for_backend(spec, name)
         except UnsupportedFormatError as error:
             reasons.append(str(error))
     raise GrammarError("; ".join(dict.fromkeys(reasons)))
 
 
-def resolve_for_backend(spec: Spec, name: str, *, automata: bool = False) -> ResolvedGrammar:
+def resolve_for_backend(spec: Spec, name: str) -> ResolvedGrammar:
     """Return a grammar in the form that the backend with this name compiles; see `resolve_spec`.
-
-    If `automata` is True, the grammar may be one that only an automaton can enforce; the result
-    then has a `refusal`.
 
     Raise `GrammarError` if the grammar is invalid, the backend cannot enforce it, or the backend
     cannot be used. In the last two cases, the error for a structural format is the subclass
@@ -122,22 +111,32 @@ def resolve_for_backend(spec: Spec, name: str, *, automata: bool = False) -> Res
     require_usable(name)
     if spec.kind == "json_schema":
         value = parse_json("JSON schema", spec.text)
-        found = _resolve_schema(value, _options_of(spec), name, automata=automata)
-        return ResolvedGrammar(
-            spec,
-            name,
-            found.schema,
-            found.partial,
-            found.text or spec.text,
-            found.rules,
-            found.automaton_schema,
-            found.refusal,
-        )
+        found = _resolve_schema(value, _options_of(spec), name)
+        text = found.text or spec.text
+        return ResolvedGrammar(spec, name, found.schema, found.partial, text, found.rules)
     if spec.kind == "structural_tag":
         return ResolvedGrammar(spec, name, _resolve_tags(spec, name))
     if spec.kind == "choice":
         return ResolvedGrammar(spec, name, parse_json("choice", spec.text))
     return ResolvedGrammar(spec, name, spec.text)
+
+
+def resolve_for_automaton(spec: Spec) -> ResolvedGrammar | None:
+    """Return a JSON schema in the form that graft's automata enforce; None if there is none.
+
+    The form may have keywords that no backend enforces. Raise `GrammarError` if the specification
+    contains no JSON schema.
+    """
+    value = parse_json("JSON schema", spec.text)
+    try:
+        form = automaton_form(
+            strict_schema(value) if spec.strict else value,
+            key_order=spec.key_order,
+            assert_formats=spec.assert_formats,
+        )
+    except RecursionError:
+        raise GrammarError(_TOO_DEEP) from None
+    return None if form is None else ResolvedGrammar(spec, "llguidance", form.schema)
 
 
 def candidate_backends(spec: Spec, backend: str) -> tuple[str, ...]:
@@ -200,26 +199,24 @@ class _ResolvedSchema(NamedTuple):
     """A JSON schema in the form that a backend compiles.
 
     `schema` is the rewritten schema, the later `ResolvedGrammar.content`. `text` is `schema` as
-    JSON text; it is empty if the schema has not been changed. The others are the fields of the same
-    name of `ResolvedGrammar`.
+    JSON text; it is empty if the schema has not been changed. `partial` and `rules` are the fields
+    of the same name of `ResolvedGrammar`.
     """
 
     schema: Any
     partial: bool
     text: str = ""
     rules: str = ""
-    automaton_schema: Any = None
-    refusal: str = ""
 
 
 def _resolve_schema(
-    value: Any, options: _SchemaOptions, name: str, *, raw: bool = False, automata: bool = False
+    value: Any, options: _SchemaOptions, name: str, *, raw: bool = False
 ) -> _ResolvedSchema:
     """Convert a parsed JSON schema to the form that the backend `name` compiles.
 
     `raw` is True if the schema is part of a structural format whose ``style`` writes the strings of
-    the outermost object as plain text, not as JSON; see `unsafe_strings`. `automata` is as in
-    `resolve_for_backend`. Raise `GrammarError` if the backend cannot enforce the schema.
+    the outermost object as plain text, not as JSON; see `unsafe_strings`. Raise `GrammarError` if
+    the backend cannot enforce the schema.
     """
     try:
         require_usable(name)
@@ -235,19 +232,14 @@ def _resolve_schema(
             assert_formats=options.assert_formats,
         )
     except RecursionError:
-        raise GrammarError("JSON schema: is nested too deeply") from None
-    refusal = ""
+        raise GrammarError(_TOO_DEEP) from None
     if found.backend is None:
-        refusal = f"JSON schema: {found.refusal()}"
-    elif not found.exact and not options.partial:
-        refusal = f"JSON schema: {found.refusal()}{_PARTIAL_HINT}"
-    elif options.key_order == "any" and found.ordered:
-        refusal = f"JSON schema: {found.ordered[0]}"
-    if refusal and (found.automaton_schema is None or not automata):
-        raise GrammarError(refusal)
-    return _ResolvedSchema(
-        found.schema, not found.exact, found.text, found.rules, found.automaton_schema, refusal
-    )
+        raise GrammarError(f"JSON schema: {found.refusal()}")
+    if not found.exact and not options.partial:
+        raise GrammarError(f"JSON schema: {found.refusal()}{_PARTIAL_HINT}")
+    if options.key_order == "any" and found.ordered:
+        raise GrammarError(f"JSON schema: {found.ordered[0]}")
+    return _ResolvedSchema(found.schema, not found.exact, found.text, found.rules)
 
 
 def strict_schema(schema: Any) -> Any:

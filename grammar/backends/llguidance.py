@@ -4,7 +4,6 @@ The guided decoder's native worker calls LLGuidance's C interface without holdin
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import re
@@ -17,7 +16,7 @@ from graft.grammar.backends.base import ending_ids, require_release
 from graft.grammar.backends.llguidance_ebnf import lark_grammar
 from graft.grammar.errors import GrammarError, clean_message
 from graft.grammar.matcher import CompiledGrammar, Matcher, NativeBackedMatcher
-from graft.grammar.resolve import ResolvedGrammar, resolve_for_backend
+from graft.grammar.resolve import ResolvedGrammar, resolve_for_automaton, resolve_for_backend
 from graft.grammar.schema.llguidance_check import explain_assertion, schema_grammar, validate
 from graft.grammar.schema.llguidance_options import literal
 from graft.grammar.spec import Spec, check_spec
@@ -51,7 +50,7 @@ class Prepared(NamedTuple):
     Attributes
     ----------
     text
-        The grammar in LLGuidance's JSON format; empty if only the automaton enforces the grammar.
+        The grammar in LLGuidance's JSON format; empty for a JSON schema that has an automaton.
     references
         Special tokens to which the grammar refers in the Lark dialect, such as ``<name>`` and
         ``<[7]>``.
@@ -65,9 +64,11 @@ class Prepared(NamedTuple):
 
 
 def prepare(spec: Spec, special: Mapping[str, int], automata: bool) -> Prepared:
-    """Convert a grammar to LLGuidance's form, check it, and build its automaton.
+    """Build the automaton of a grammar, convert the grammar to LLGuidance's form, and check it.
 
-    The function runs in a child process.
+    The function runs in a child process. A JSON schema whose automaton can be built is not
+    converted, because automata enforce more keywords than LLGuidance, and because LLGuidance's
+    check takes as long as building the automaton.
 
     `special` contains ids of special tokens by name. Where the begin, end or trigger text of a tag
     contains such a name, the grammar allows either the text of the name or the special token. If
@@ -75,10 +76,12 @@ def prepare(spec: Spec, special: Mapping[str, int], automata: bool) -> Prepared:
     grammar, or if LLGuidance warns that it cannot enforce a part of the grammar and the
     specification is not `partial`.
     """
-    grammar = resolve_for_backend(spec, "llguidance", automata=automata)
-    automaton = _exact_automaton(grammar)
-    if automaton is not None:
-        return Prepared("", (), automaton)
+    form = resolve_for_automaton(spec) if automata and spec.kind == "json_schema" else None
+    if form is not None:
+        automaton = compile_automaton(form)
+        if automaton is not None:
+            return Prepared("", (), automaton)
+    grammar = resolve_for_backend(spec, "llguidance")
     if spec.kind == "json_schema" and not grammar.rules:
         # Give LLGuidance the schema itself. If the schema were part of a Lark grammar, as below,
         # parsing the Lark grammar would take about 1 ms.
@@ -92,23 +95,9 @@ def prepare(spec: Spec, special: Mapping[str, int], automata: bool) -> Prepared:
     references = tuple({name for name in _LARK_TOKEN.findall(rules) if name})
     # Automata read the bytes of tokens. Special tokens have no bytes, so no automaton is built for
     # a grammar that contains them.
-    automaton = compile_automaton(grammar) if automata and not special else None
-    return Prepared(text, references, automaton)
-
-
-def _exact_automaton(grammar: ResolvedGrammar) -> bytes | None:
-    """Return the automaton of a schema that LLGuidance cannot enforce exactly.
-
-    Return None for other grammars, and if a partly enforced schema has no automaton. Raise
-    `GrammarError` if another grammar has no automaton.
-    """
-    if grammar.automaton_schema is None:
-        return None
-    exact = dataclasses.replace(grammar, content=grammar.automaton_schema, rules="")
-    automaton = compile_automaton(exact)
-    if automaton is None and grammar.refusal:
-        raise GrammarError(grammar.refusal)
-    return automaton
+    has_been_tried = form is not None and form.content == grammar.content
+    can_have_automaton = automata and not special and not has_been_tried
+    return Prepared(text, references, compile_automaton(grammar) if can_have_automaton else None)
 
 
 @functools.cache
@@ -131,9 +120,7 @@ def load_native() -> str:
 
 def check_syntax(grammar: ResolvedGrammar) -> None:
     """Parse a grammar with LLGuidance; raise `GrammarError` if LLGuidance refuses it."""
-    if grammar.spec.kind == "json_schema":  # already checked, except schemas for automata only
-        _exact_automaton(grammar)
-    else:
+    if grammar.spec.kind != "json_schema":  # the router has already checked JSON schemas
         _check_text(grammar.spec, _lark_grammar(lark_rules(grammar)))
 
 

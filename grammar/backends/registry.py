@@ -9,7 +9,7 @@ from typing import Any
 from graft.grammar.backends import llguidance, xgrammar
 from graft.grammar.errors import describe
 from graft.grammar.matcher import GrammarBackend
-from graft.grammar.resolve import resolve_spec
+from graft.grammar.resolve import candidate_backends, resolve_spec
 from graft.grammar.spec import Spec
 from graft.grammar.vocabulary import Vocabulary
 from graft.native.errors import GraftError, OptionError
@@ -85,6 +85,9 @@ def check_syntax(spec: Spec, backend: str) -> None:
     because its running time depends on the grammar and is not bounded, and because graft reads
     XGrammar's warnings from the standard output of the child process.
     """
-    grammar = resolve_spec(spec, backend, automata=True)
+    if spec.kind == "json_schema" and candidate_backends(spec, backend) == ("llguidance",):
+        llguidance.prepare(spec, {}, automata=True)
+        return
+    grammar = resolve_spec(spec, backend)
     readers = {"llguidance": llguidance.check_syntax, "xgrammar": xgrammar.check_syntax}
     readers[grammar.backend](grammar)

@@ -23,7 +23,6 @@ from graft.grammar.schema.llguidance_check import (
     text_error,
 )
 from graft.grammar.schema.name_spelling import CONTROL, NO_CONTROL, OneSpelling, with_one_spelling
-from graft.grammar.schema.plain import is_plain
 from graft.grammar.schema.reasons import Reason
 from graft.grammar.schema.refused_keywords import find_causes
 from graft.grammar.schema.rewrite import Rewritten, rewrite
@@ -34,7 +33,7 @@ from graft.grammar.schema.unsatisfiable_definitions import (
 from graft.grammar.schema.wellformed import check_schema
 from graft.grammar.spec import KeyOrder, Whitespace, check_options
 
-__all__ = ["Route", "refusal", "route"]
+__all__ = ["AutomatonForm", "Route", "automaton_form", "refusal", "route"]
 
 _MAX_REASONS = 20
 _MAX_REASONS_IN_MESSAGE = 5
@@ -76,10 +75,6 @@ class Route:
         Objects whose keys are produced in one order only. By default, these are all objects with
         several possible key orders. With ``key_order="any"``, these are the objects for which no
         grammar with keys in any order could be built.
-    automaton_schema
-        If `exact` is False: an equivalent schema that an automaton may enforce, with keywords that
-        LLGuidance does not support; None if there is none. If graft has an automaton for it, the
-        reasons do not apply.
     spelling
         Values that can be produced, but not in every JSON spelling, such as ``2`` but not ``2.0``.
         Restrictions that apply everywhere are not listed: the layout of white space, and strings
@@ -94,7 +89,6 @@ class Route:
     reasons: tuple[Reason, ...] = ()
     narrowed: tuple[Reason, ...] = ()
     ordered: tuple[Reason, ...] = ()
-    automaton_schema: Any = None
     spelling: tuple[Reason, ...] = ()
 
     def refusal(self) -> str:
@@ -150,10 +144,6 @@ def route(
         excluded = excluded_keys if rules else excluded
     elif accepted and any(has_orders(part) for _, part in checked.parts):
         ordered = (Reason("#", "properties", "keys are produced in the schema's order only"),)
-    automaton_schema = None
-    if reasons or not accepted:
-        automaton_schema, narrowed = _automaton_schema(schema, draft, key_order, assert_formats)
-        excluded = tuple(dict.fromkeys((*excluded, *narrowed)))
     return Route(
         backend="llguidance" if accepted else None,
         schema=spelled.schema,
@@ -163,24 +153,52 @@ def route(
         reasons=tuple(reasons[:_MAX_REASONS]),
         narrowed=rewritten.narrowed + excluded + ordered,
         ordered=ordered,
-        automaton_schema=automaton_schema,
         spelling=tuple(itertools.islice(_restricted_spellings(given_parts), _MAX_REASONS)),
     )
 
 
-def _automaton_schema(
-    schema: Any, draft: int, key_order: KeyOrder, assert_formats: bool | None
-) -> tuple[Any, tuple[Reason, ...]]:
-    """Return `Route.automaton_schema`, and the valid values that the schema excludes."""
+class AutomatonForm(NamedTuple):
+    """The form of a JSON schema for automata.
+
+    Attributes
+    ----------
+    schema
+        Schema with the same meaning. It may have keywords that LLGuidance does not support.
+    narrowed
+        Valid values that the schema excludes.
+    """
+
+    schema: Any
+    narrowed: tuple[Reason, ...]
+
+
+def automaton_form(
+    schema: Any,
+    *,
+    draft: int = 2020,
+    key_order: KeyOrder = "schema",
+    assert_formats: bool | None = None,
+) -> AutomatonForm | None:
+    """Return the form of a schema that graft's automata enforce; None if a part has no exact form.
+
+    The parameters are those of `route`. Unlike `route`, this function does not check whether any
+    value satisfies the schema: `graft.grammar.automaton.lower.compile_automaton` does.
+
+    Raises
+    ------
+    GrammarError
+        The argument is not a schema.
+    """
+    check_schema(schema)
     form = rewrite(schema, draft=draft, assert_formats=assert_formats, for_automaton=True)
     if form.lost or not isinstance(form.schema, dict):
-        return None, ()
+        return None
     if key_order == "any" and any(has_orders(part) for _, part in subschemas(form.schema)):
-        return None, ()
+        return None
     spelled = with_one_spelling(form.schema)
     if spelled.narrowed and any(_control_character_reasons(form.schema)):
-        return None, ()
-    return spelled.schema, form.narrowed + spelled.narrowed
+        return None
+    return AutomatonForm(spelled.schema, form.narrowed + spelled.narrowed)
 
 
 class _Checked(NamedTuple):
@@ -259,10 +277,9 @@ def _closest_accepted(
 ) -> _Checked:
     """Remove from a rewritten schema, one by one, the keywords that LLGuidance refuses.
 
-    `parts` are all subschemas of the schema. Plain schemas (`is_plain`) are not checked with
-    LLGuidance, whose check takes as long as the rest of the router.
-    Searches for refused keywords stop when ``time.thread_time()`` reaches `deadline`. If no
-    keyword to remove is found, the result contains the given schema, and its `text` is empty.
+    `parts` are all subschemas of the schema. Searches for refused keywords stop when
+    ``time.thread_time()`` reaches `deadline`. If no keyword to remove is found, the result contains
+    the given schema, and its `text` is empty.
     """
     remaining = schema
     count = 0
@@ -270,7 +287,7 @@ def _closest_accepted(
         remaining_parts = parts if remaining is schema else subschemas(remaining)
         spelled = with_one_spelling(remaining, remaining_parts)
         text = document_text(spelled.schema, whitespace)
-        error = "" if is_plain(remaining_parts, text) else text_error(text)
+        error = text_error(text)
         if not error:
             return _Checked(remaining, remaining_parts, spelled, text)
         refused = _Checked(schema, parts, with_one_spelling(schema, parts), "")

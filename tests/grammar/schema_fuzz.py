@@ -6,8 +6,8 @@ from it in both directions:
 * Random walks over the token bitmasks generate texts, which must satisfy the schema. A walk never
   reaches a state without a legal token.
 * Random values that satisfy the schema, or nearly do, are written as JSON. A valid value must be
-  accepted in at least one of its spellings, unless `Route.narrowed` names a reason. An invalid
-  value must not be accepted.
+  accepted in at least one of its spellings, unless the attribute `narrowed` of `Route` or
+  `AutomatonForm` names a reason. An invalid value must not be accepted.
 
 The oracle is jsonschema with exact numbers: numbers are parsed as integers and decimal fractions.
 If an object repeats a name, the last value counts, as in most JSON parsers.
@@ -28,10 +28,10 @@ import jsonschema
 from guide_util import BYTES
 from router_util import Grammar
 
-from graft.grammar import GrammarError, GrammarSpec, LLGuidanceBackend, Matcher, Route, Vocabulary
+from graft.grammar import GrammarError, GrammarSpec, LLGuidanceBackend, Matcher, Vocabulary
 from graft.grammar.automaton.lower import compile_automaton
 from graft.grammar.resolve import ResolvedGrammar
-from graft.grammar.schema.router import route
+from graft.grammar.schema.router import automaton_form, route
 
 __all__ = ["Outcome", "automaton_of", "check_random_schema", "judge", "random_schema", "walk"]
 
@@ -680,7 +680,10 @@ def check_random_schema(
             report(f"refused as impossible ({found.refusal()}), but {valid[0]!r} is valid")
         if not automata:
             return Outcome("refused", problems)
-    automaton = automaton_of(found) if automata else None
+    form = automaton_form(schema, key_order=key_order) if automata else None
+    automaton = None if form is None else automaton_of(form.schema)
+    if automaton is not None:
+        found = dataclasses.replace(found, narrowed=form.narrowed + found.ordered)
     if automaton is None and not found.exact:
         return Outcome("refused", problems)
     grammar = Grammar.routed(found, automaton=automaton)
@@ -729,11 +732,8 @@ def check_random_schema(
     return Outcome(status, problems, count, (len(valid), len(invalid)), excused)
 
 
-def automaton_of(found: Route) -> bytes | None:
-    """Return the serialized automaton of a routed schema; None if there is none."""
-    if not found.exact:
-        if found.automaton_schema is None:
-            return None
-        found = dataclasses.replace(found, schema=found.automaton_schema, rules="")
-    spec = GrammarSpec("json_schema", json.dumps(found.schema))
-    return compile_automaton(ResolvedGrammar(spec, "llguidance", found.schema, rules=found.rules))
+def automaton_of(schema: Any) -> bytes | None:
+    """Return the serialized automaton of a schema from `automaton_form`; None if there is none."""
+    return compile_automaton(
+        ResolvedGrammar(GrammarSpec("json_schema", "{}"), "llguidance", schema)
+    )

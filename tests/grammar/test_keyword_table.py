@@ -15,7 +15,7 @@ from graft.grammar.automaton.lower import compile_automaton
 from graft.grammar.resolve import ResolvedGrammar
 from graft.grammar.schema.keyword_support import KEYWORDS
 from graft.grammar.schema.name_spelling import with_one_spelling
-from graft.grammar.schema.router import route
+from graft.grammar.schema.router import automaton_form, route
 
 pytest.importorskip("llguidance")
 
@@ -297,20 +297,23 @@ def without_keyword(schema: dict[str, Any], keyword: str) -> Any:
     return with_one_spelling(rest).schema
 
 
-def has_automaton(schema: Any) -> bool:
-    """Return whether an automaton enforces `Route.automaton_schema`."""
+def has_automaton(schema: Any, draft: int) -> bool:
+    """Return whether an automaton enforces a schema."""
+    form = automaton_form(schema, draft=draft)
+    if form is None:
+        return False
     spec = GrammarSpec("json_schema", "{}")
-    grammar = ResolvedGrammar(spec, "llguidance", schema)
-    return schema is not None and compile_automaton(grammar) is not None
+    return compile_automaton(ResolvedGrammar(spec, "llguidance", form.schema)) is not None
 
 
 def table() -> str:
     """Return the table of all examples."""
     lines = ["| keyword | with | auto | why refused | XGrammar | LLGuidance |", "|---" * 6 + "|"]
-    for keyword, description, schema, *draft in EXAMPLES:
-        found = route(schema, draft=draft[0] if draft else 2020)
+    for keyword, description, schema, *drafts in EXAMPLES:
+        [draft] = drafts or [2020]
+        found = route(schema, draft=draft)
         why = ""
-        if not found.exact and has_automaton(found.automaton_schema):
+        if not found.exact and has_automaton(schema, draft):
             outcome = "automaton"
         elif not found.exact:
             outcome = "refused"

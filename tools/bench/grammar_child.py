@@ -24,7 +24,8 @@ from graft.grammar import GrammarError, GrammarSpec, Vocabulary, make_backend, r
 from graft.grammar.automaton.lower import MAX_STATES, lower
 from graft.grammar.backends import llguidance
 from graft.grammar.backends.xgrammar import library, tokenizer_info
-from graft.grammar.resolve import resolve_for_backend, strict_schema
+from graft.grammar.resolve import resolve_for_automaton, resolve_for_backend, strict_schema
+from graft.grammar.schema.router import automaton_form
 from graft.grammar.validate import satisfies_schema
 from graft.native import _native
 from graft.tools.bench.grammar_data import byte_vocabulary, load_tokenizer
@@ -162,7 +163,8 @@ class Graft:
     def why_no_table(self, schema: Any) -> str:
         """Return why a schema that graft accepts has no automaton."""
         try:
-            grammar = resolve_for_backend(self._spec(schema), "llguidance")
+            spec = self._spec(schema)
+            grammar = resolve_for_automaton(spec) or resolve_for_backend(spec, "llguidance")
             _native.guide.compile_automaton(lower(grammar), MAX_STATES)
         except RecursionError:
             return "nested too deeply"
@@ -179,8 +181,11 @@ class Graft:
 
         The order of keys does not count.
         """
-        found = route(self.enforced(schema), key_order=self._options["key_order"])
-        reasons = [reason for reason in found.narrowed if reason not in found.ordered]
+        enforced, key_order = self.enforced(schema), self._options["key_order"]
+        found = route(enforced, key_order=key_order)
+        form = automaton_form(enforced, key_order=key_order)
+        narrowed = found.narrowed if form is None else (*found.narrowed, *form.narrowed)
+        reasons = [reason for reason in narrowed if reason not in found.ordered]
         return str(reasons[0]) if reasons else ""
 
 
