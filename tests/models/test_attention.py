@@ -309,7 +309,7 @@ def test_split_attention_is_row_invariant(device, stream, monkeypatch, heads):
         monkeypatch.setattr(attention, "_BLOCKS", {1: blocks, 4: blocks})
         check(1, [599, 255, 256, 260], 4)
         for run in (4, 64):
-            check(shuffled[:, 0], shuffled[:, 1], run)
+            check(shuffled[:12, 0], shuffled[:12, 1], run)
             check(0, range(250, 262), run)
 
 
