@@ -135,10 +135,14 @@ EXAMPLES: list[tuple[Any, ...]] = [
         "date, duration, uuid, ipv4, ipv6, uri, iri, references and pointers",
         {"type": "string", "format": "ipv6"},
     ),
-    ("format", "time, date-time, email, uri-template", {"type": "string", "format": "date-time"}),
+    (
+        "format",
+        "time, date-time, email, regex, uri-template",
+        {"type": "string", "format": "date-time"},
+    ),
     ("format", "hostname up to draft 6", {"type": "string", "format": "hostname"}, 6),
     ("format", "hostname from draft 7", {"type": "string", "format": "hostname"}, 7),
-    ("format", "idn-hostname, idn-email, regex", {"type": "string", "format": "regex"}),
+    ("format", "idn-hostname, idn-email", {"type": "string", "format": "idn-email"}),
     (
         "format",
         "other formats, and all formats in schemas that declare 2019-09 or 2020-12",

@@ -6,6 +6,8 @@ import collections
 import itertools
 import json
 import random
+import re
+import warnings
 from typing import Any
 
 import jsonschema
@@ -349,6 +351,11 @@ OTHERS = ["", "a", "ab", "abc", "abcd", "b", "x", "xx", "[", "[[", "é", "a-"]
             ["", ":", "1:2:3:4:5:6:7", "1::2::3", "1:2:3:4:5:6:7:8:9", "::256.0.0.1", "12345::"],
         ),
         ("json-pointer", ["", "/a~0b/~1", "/"], ["a", "/~2", "/~"]),
+        (
+            "regex",
+            ["", "^(a|b)*?$", r"[^a-z/-]{2,}\.\(", "(?:x(y(z)+)?)", "a||b", "[+*(]"],
+            ["(", "a**", "[z-a]", r"\1", "(?=a)", "{", "a{3,2}", ")", "|*", "[]", r"\u", "^*"],
+        ),
         ("relative-json-pointer", ["0", "12#", "3/a/~1", "0/"], ["", "/a", "01", "-1", "0##"]),
         (
             "uri-template",
@@ -406,6 +413,20 @@ def test_hostname_from_draft_7_has_no_punycode_labels():
         )
         assert grammar.accepts_value(text) == expected, text
     assert [reason.keyword for reason in new.narrowed] == ["format"]
+
+
+def test_strings_of_format_regex_are_regular_expressions():
+    rng = random.Random(0)
+    grammar = Grammar(rewrite({"type": "string", "format": "regex"}).schema)
+    accepted = 0
+    for _ in range(3000):
+        text = "".join(rng.choices("a0-^$.*+?()[]{}|\\d,2:/z", k=rng.randint(1, 6)))
+        if grammar.accepts_value(text):
+            accepted += 1
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                re.compile(text)
+    assert accepted > 300
 
 
 def test_listed_values_are_those_that_jsonschema_accepts():

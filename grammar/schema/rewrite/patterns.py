@@ -80,7 +80,8 @@ def plain_pattern(pattern: str) -> str | None:
         options = []
     if not _is_beyond_llguidance(options, True, True):
         return ecma_pattern(pattern)
-    return _written(pattern, _strings_of(pattern))
+    written = _written(pattern, _strings_of(pattern))
+    return None if written is None else ecma_pattern(written)
 
 
 @functools.lru_cache(maxsize=256)
@@ -273,6 +274,9 @@ class _Reader:
         elif kind not in ("", ":"):
             raise NoAutomaton("a named group has an anchor or look-ahead in it")
         else:
+            if self._pieces[self._at : self._at + 1] == ["?"]:
+                self._at += 1
+                options.append([])
             self._require_no_quantifier()
             parts.append(_Group(options))
 

@@ -37,11 +37,13 @@ __all__ = ["RULES"]
 
 #: Formats that LLGuidance enforces correctly.
 _KEPT_FORMATS = word_set("duration email ipv4 uuid uri")
-_REFUSED_FORMATS = word_set("idn-hostname idn-email regex")
+_REFUSED_FORMATS = word_set("idn-hostname idn-email")
 _NARROWED_FORMATS = {
     "email": "quoted local parts and numeric domains are not produced",
     "time": "leap seconds are not produced",
     "date-time": "leap seconds are not produced",
+    "regex": "look-around, references, named groups, escapes of code points, bounds such as {2,3} "
+    "and groups in more than three levels are not produced",
     "uri-template": "the operators that RFC 6570 reserves are not produced",
 }
 #: Keywords of a subschema with ``oneOf`` that are left out when the other keywords of the subschema

@@ -324,6 +324,7 @@ def _formats() -> dict[str, str]:
         "iri": f"^(?:{iri})$",
         "iri-reference": f"^(?:{iri}|{relative_iri})$",
         "uri-template": _uri_template(),
+        "regex": _simple_regex(),
     }
 
 
@@ -361,6 +362,23 @@ def _hostname() -> str:
     return rf"^{label}(?:\.{label})*$"
 
 
+def _simple_regex() -> str:
+    """Return a pattern of regular expressions that ECMA-262 and Python's ``re`` both accept.
+
+    They have neither look-around, back-references, named groups nor escapes of code points. Groups
+    have at most three levels.
+    """
+    escape = r"\\(?:[dDwWsStnrfv]|[\^$\\.*+?()\[\]{}|/])"
+    member = r"(?:a-z|A-Z|0-9|[^\x00\\\[\]\-\^&~|]|\\[dDwWsStnrfv\-\^$\\.*+?()\[\]{}|/])"
+    char_class = rf"\[\^?(?:{member})+-?\]"
+    quantifier = r"(?:(?:[*+?]|\{(?:0|[1-9][0-9]{0,2})(?:,|)\})\??)?"
+    single = rf"(?:[^\x00\\^$.*+?()\[\]{{}}|]|\.|{escape}|{char_class}){quantifier}"
+    expression = rf"(?:{single}|[|^$])*"
+    for _ in range(3):
+        expression = rf"(?:{single}|[|^$]|\((?:\?:)?{expression}\){quantifier})*"
+    return f"^{expression}$"
+
+
 def _uri_template() -> str:
     """Return a pattern of the URI templates of RFC 6570, without the operators that it reserves."""
     encoded = "%[0-9A-Fa-f]{2}"
@@ -379,7 +397,7 @@ _IPRIVATE = r"\uE000-\uF8FF\U000F0000-\U000FFFFD\U00100000-\U0010FFFD"
 _IPV4_BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"(?:{_IPV4_BYTE}\.){{3}}{_IPV4_BYTE}"
 #: Formats whose patterns do not match all valid strings.
-_INCOMPLETE = word_set("time date-time uri-template relative-json-pointer")
+_INCOMPLETE = word_set("time date-time uri-template relative-json-pointer regex")
 
 #: Patterns of the formats that are regular languages.
 FORMATS: dict[str, str] = _formats()
