@@ -76,10 +76,10 @@ class Rules:
 
     def add(self, brackets: tuple[int, int], body: Expression) -> int:
         """Add a rule, unless an equal rule exists, and return its index."""
-        key = (brackets[0], tuple(body))
-        rule = self._known.get(key)
-        if rule is None:
-            rule = self._known[key] = self.reserve(brackets)
+        new = len(self._rules)
+        rule = self._known.setdefault((brackets[0], tuple(body)), new)
+        if rule == new:
+            self.reserve(brackets)
             self.set(rule, body)
         return rule
 

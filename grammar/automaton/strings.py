@@ -38,6 +38,8 @@ _SHORT_ESCAPES = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '
 _ESCAPED = [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)]
 _PLAIN = complement(_ESCAPED)
 _QUOTE = text('"')
+#: Writes a JSON value; ``json.dumps`` would create an encoder for each call.
+_write_json = json.JSONEncoder(ensure_ascii=False).encode
 #: Maximum numbers of cached expressions of patterns, and of sets of characters.
 _MAX_CACHED = 256
 #: Maximum number of states of the automaton of a pattern and a name.
@@ -165,7 +167,7 @@ class StringWriter:
 
     def name(self, name: str) -> Expression:
         """Return the expression of a listed property name, which has only one spelling."""
-        return text(json.dumps(name, ensure_ascii=False))
+        return text(_write_json(name))
 
     def name_pattern(self, pattern: str, listed: list[Expression]) -> Expression:
         """Return the expression of the names that match a pattern and are not listed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 from urllib.parse import unquote
 
@@ -18,6 +19,8 @@ _IDENTIFIERS = ("$id", "id")
 def pointer_steps(pointer: str) -> list[str]:
     """Return the unescaped keys and indices of a JSON pointer."""
     _, *steps = pointer.split("/")
+    if "%" not in pointer and "~" not in pointer:
+        return steps
     steps = [unquote(step) for step in steps]
     return [step.replace("~1", "/").replace("~0", "~") for step in steps]
 
@@ -121,7 +124,7 @@ def _has_nested_id(root: Any) -> bool:
     A property with the name ``id`` is not mistaken for the keyword ``id``, because the value of
     the keyword is a string and the value of a property is a schema.
     """
-    pending = [root.values()] if isinstance(root, dict) else []
+    pending: list[Iterable[Any]] = [root.values()] if isinstance(root, dict) else []
     for parts in pending:  # grows during the loop
         for part in parts:
             if isinstance(part, str):  # most values are strings
