@@ -114,6 +114,23 @@ def test_roofline_counts_instructions_of_machine_code(block, outputs):
 
 
 @pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    ("block", "outputs"), [(32, 128), (64, 128), (64, 256), (128, 128), (256, 128)]
+)
+def test_roofline_counts_batches_of_machine_code(block, outputs):
+    """With K splits, a batch loads all its partial sums and residuals before its first sum.
+
+    For a pair of outputs, these are 2 * 8 partial sums and 2 residuals.
+    """
+    code = instructions("linear_many", ROW_BLOCK=block, OUTPUTS=outputs, X16=1)
+    epilogue = code[max(i for i, text in enumerate(code) if text.startswith("HMMA")) :]
+    loads = ["L" if text.startswith("LDG") else "+" * text.startswith("FADD") for text in epilogue]
+    most_loads = max(map(len, "".join(loads).split("+")))
+    pairs = block * outputs // 2 // 256
+    assert roofline.TILES[block, outputs].batches[1] == pairs // (most_loads // 18)
+
+
+@pytest.mark.nvrtc
 def test_roofline_counts_prompt_attention_instructions_of_machine_code():
     """The loop over steps contains a step for all rows, and a loop over steps of single rows."""
     of_row, of_all = attention_loops("attention_prompt")

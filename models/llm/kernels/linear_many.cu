@@ -51,7 +51,7 @@
 // mma instructions read it. Otherwise the compiler copies the operand there again before most of
 // the ROW_TILES instructions that use it. The conversion of 8-bit weights has the same effect.
 #define KEEPS_OPERANDS (ROW_TILES > 2 && !WEIGHT8)
-#define SPLIT_PAIRS (TALL ? 8 : 4)  // pairs per batch with split K
+#define SPLIT_PAIRS (ROW_BLOCK == 32 ? 4 : 8)  // pairs per batch with split K
 
 // The epilogue stores the outputs of a thread in batches. For each batch, the thread loads what
 // PAIRS pairs of outputs need, and then stores these outputs. Each output is the sum of up to SUMS
