@@ -142,6 +142,20 @@ def test_rows_with_budget_near_limit_can_be_completed(name):
         assert matcher.accept(generator.choice(legal))
 
 
+@pytest.mark.parametrize(
+    "keywords", [{"format": "date-time"}, {"format": "email"}, {"pattern": "^:// https?://.*</a>$"}]
+)
+def test_distance_does_not_depend_on_a_large_maximum_length(keywords):
+    """Tokens of several characters count although the value of the counter is not known."""
+    text = {"type": "string", **keywords}
+    distances = []
+    for limit in ({}, {"maxLength": 300}):
+        compiled = compile_both(GrammarSpec.json_schema({**text, **limit}))
+        assert bool(limit) == (len(compiled.automaton.table()["counts"]) > 0)
+        distances.append(compiled.matcher().distance())
+    assert distances[0] == distances[1] > 1
+
+
 COUNTED = {
     "letters": GrammarSpec.regex("[a-z]{0,5000}"),
     "letter_after": GrammarSpec.regex("[ab]{3,400}b"),

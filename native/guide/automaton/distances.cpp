@@ -48,6 +48,9 @@ class Lists {
 // Maximum number of trie nodes that improve() tests, which takes about 100 ms.
 constexpr int64_t kMaxVisits = 20'000'000;
 
+// Maximum number of states that distance_of() considers because it does not know the counter.
+constexpr size_t kMaxOthers = 32;
+
 }  // namespace
 
 // The search has three steps.
@@ -218,6 +221,7 @@ class DistanceSearch {
     int32_t best = machine_.accepting(state) ? 1 : kFar;
     std::array<int32_t, 2> nodes{-1, -1};  // of both tries, after the bytes read so far
     pushed_.clear();
+    others_.clear();
     for (size_t depth = 0; first_[at(state)] >= 0; ++depth) {
       const uint8_t byte = first_byte_[at(first_[at(state)])];
       bool is_token = false;
@@ -231,20 +235,22 @@ class DistanceSearch {
         is_token = is_token || (node >= 0 && trie_.node(node).token >= 0);
       }
       if (nodes[0] < 0 && nodes[1] < 0) break;
+      if (!read_by_others(byte)) break;
       const int16_t next = machine_.next(state, byte);
+      const Machine::Count* count = machine_.count(next);
       if (next >= 0) {
         state = next;
+      } else if (count != nullptr) {
+        state = count->below;
+        others_.push_back(count->reached);
       } else {
+        if (!others_.empty()) break;
         const Machine::Action& action = machine_.action(next);
         if (action.entry >= 0) {
           pushed_.push_back(action.entry);
           state = action.target;
         } else if (action.entry == Machine::kReset) {
           state = action.target;
-        } else if (action.entry == Machine::kCount) {
-          // The value of the counter is not known, so longer tokens are not tried.
-          if (is_token) best = std::min(best, add_distances(1, distance_pushed(of_count(action))));
-          break;
         } else if (pushed_.empty()) {  // the end of the rule
           if (is_token) best = 1;
           break;
@@ -254,23 +260,31 @@ class DistanceSearch {
           if (state == Machine::kDead) break;  // possible only for invalid data
         }
       }
+      others_.erase(std::remove(others_.begin(), others_.end(), state), others_.end());
+      if (others_.size() > kMaxOthers) break;
       if (!is_token) continue;
-      best = std::min(best, add_distances(1, distance_pushed(out_.states_[at(state)])));
+      int32_t distance = out_.states_[at(state)];
+      for (const int32_t other : others_) distance = std::max(distance, out_.states_[at(other)]);
+      for (const int32_t entry : pushed_) {
+        distance = add_distances(distance, out_.entries_[at(entry)]);
+      }
+      best = std::min(best, add_distances(1, distance));
     }
     return best;
   }
 
-  // Returns the larger distance of the two states that may follow a count.
-  int32_t of_count(const Machine::Action& action) const {
-    const Machine::Count& count = machine_.counts()[at(action.target)];
-    return std::max(out_.states_[at(count.below)], out_.states_[at(count.reached)]);
-  }
-
-  // Adds the costs of the entries in `pushed_` to a distance.
-  int32_t distance_pushed(int32_t distance) const {
-    for (const int32_t entry : pushed_)
-      distance = add_distances(distance, out_.entries_[at(entry)]);
-    return distance;
+  // Advances the states in `others_` by a byte. Returns false if the byte may be illegal, or if it
+  // changes a stack.
+  bool read_by_others(uint8_t byte) {
+    const size_t size = others_.size();
+    for (size_t i = 0; i < size; ++i) {
+      const int16_t next = machine_.next(others_[i], byte);
+      const Machine::Count* count = machine_.count(next);
+      if (next < 0 && count == nullptr) return false;
+      others_[i] = count == nullptr ? next : count->below;
+      if (count != nullptr) others_.push_back(count->reached);
+    }
+    return true;
   }
 
   // Sets the cost of the entries whose last missing return is `state`.
@@ -349,6 +363,9 @@ class DistanceSearch {
   std::vector<int32_t> missing_;     // by entry: number of returns without a distance yet
   std::vector<int32_t> far_;
   std::vector<int32_t> pushed_;
+  // distance_of() does not know the value of the counter. It follows the states of small values;
+  // these are the states that other values lead to.
+  std::vector<int32_t> others_;
 };
 
 Distances::Distances(const Machine& machine, const TokenTrie& trie) {
