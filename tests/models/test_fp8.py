@@ -335,7 +335,7 @@ def test_fp8_engine_output_is_unchanged_by_speculation(monkeypatch):
     skip_warm_up(monkeypatch)
     requests = [replace(r, id=str(i)) for i, r in enumerate(mixed_requests(4, seed=3))]
     if soft_device_runs_ptx():
-        requests = [replace(request, max_tokens=12) for request in requests]
+        requests = [replace(request, max_tokens=20) for request in requests]
     texts = []
     for speculation in (False, True):
         with demo_engine(speculation=speculation, weights="fp8", max_batch_size=4) as engine:
