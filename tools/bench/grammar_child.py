@@ -14,7 +14,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,12 +197,19 @@ class _KeyOrderSearch:
     """Search for an order of keys in which a matcher accepts a value, byte by byte.
 
     `subject` is an implementation, `matcher` its matcher at the start of the grammar, and
-    `byte_tokens` has the token id of each byte. `ranks` has the places of property names in the
-    schema; the order of the places is tried first.
+    `byte_tokens` has the token id of each byte. `orders` contains the names of each ``properties``
+    of the schema. For each object, the order of the ``properties`` with most of the object's names
+    is tried first.
     """
 
-    def __init__(self, subject: Any, matcher: Any, byte_tokens: list[int], ranks: dict[str, int]):
-        self._ranks = ranks
+    def __init__(
+        self,
+        subject: Any,
+        matcher: Any,
+        byte_tokens: list[int],
+        orders: Sequence[Mapping[str, int]],
+    ):
+        self._orders = orders
         self._subject = subject
         self._matcher = matcher
         self._byte_tokens = byte_tokens
@@ -240,7 +247,8 @@ class _KeyOrderSearch:
     def _value(self, value: Any) -> Iterator[None]:
         if isinstance(value, dict):
             for _ in self._text("{"):
-                keys = sorted(value, key=lambda key: self._ranks.get(key, len(self._ranks)))
+                order = max(self._orders, key=lambda order: len(order.keys() & value), default={})
+                keys = sorted(value, key=lambda key: order.get(key, len(order)))
                 yield from self._members(value, keys, "")
         elif isinstance(value, list):
             for _ in self._text("["):
@@ -284,8 +292,7 @@ class _Instances:
         self._subject = subject
         self._new_matcher = new_matcher
         self._encode = encode
-        self._ranks: dict[str, int] = {}
-        _rank_names(schema, self._ranks)
+        self._orders = list(_name_orders(schema))
         self._byte_tokens = byte_tokens
 
     def fill_ns(self, text: str, limit: int) -> list[int]:
@@ -322,7 +329,7 @@ class _Instances:
             return text
         plain = _with_integers(value)
         matcher = self._new_matcher()
-        search = _KeyOrderSearch(self._subject, matcher, self._byte_tokens, self._ranks)
+        search = _KeyOrderSearch(self._subject, matcher, self._byte_tokens, self._orders)
         try:
             found = search.find(plain)
         except RecursionError:
@@ -428,15 +435,15 @@ def _satisfies(schema: Any, value: Any) -> bool:
         return True
 
 
-def _rank_names(schema: Any, ranks: dict[str, int]) -> None:
-    """Number the names in all ``properties`` of a schema, in the order of the document."""
+def _name_orders(schema: Any) -> Iterator[dict[str, int]]:
+    """Yield for each ``properties`` of a schema the places of its names."""
     if isinstance(schema, dict):
         properties = schema.get("properties")
-        for name in properties if isinstance(properties, dict) else ():
-            ranks.setdefault(name, len(ranks))
+        if isinstance(properties, dict):
+            yield {name: place for place, name in enumerate(properties)}
     if isinstance(schema, (dict, list)):
         for part in schema.values() if isinstance(schema, dict) else schema:
-            _rank_names(part, ranks)
+            yield from _name_orders(part)
 
 
 def _json_text(value: Any) -> str:
