@@ -8,7 +8,8 @@ rules grows with the schema and not with its nesting. For a schema that has no e
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from graft.grammar.automaton.numbers import NOTHING, NumberRange, lower_number
@@ -371,19 +372,21 @@ class _Document:
         if high is not None and high < 0:
             return NOTHING
         if low <= 0 and high is None:
-            counts: list[list[tuple[int, int | None]]] = [[(0, None)] * (len(required) + 1)]
+            counts: Iterable[list[tuple[int, int | None]]] = [[(0, None)] * (len(required) + 1)]
         elif len(required) > 1:
             raise NoAutomaton("the number of items is limited next to several required items")
         elif high is None:
-            counts = [[(before, before), (low - before, None)] for before in range(low)]
-            counts.append([(low, None), (0, None)])
+            counts = itertools.chain(
+                ([(before, before), (low - before, None)] for before in range(low)),
+                [[(low, None), (0, None)]],
+            )
         else:
-            counts = [
+            counts = (
                 [(before, before), (max(low - before, 0), high - before)]
                 for before in range(high + 1)
-            ]
+            )
         options = []
-        for gaps in counts:
+        for gaps in counts:  # the limit of `_item` ends the loop if there are too many
             items = [(other, *gaps[0])]
             for expression, gap in zip(required, gaps[1:], strict=True):
                 items += [(expression, 1, 1), (other, *gap)]

@@ -31,7 +31,7 @@ from graft.grammar.regular.regex import (
 from graft.grammar.schema.name_spelling import EVERY_NAME
 from graft.native import _native
 
-__all__ = ["StringSet", "StringWriter", "match_common_name", "matches_name"]
+__all__ = ["StringSet", "StringWriter", "has_common_text", "matches_name", "names_of"]
 
 #: Letters of the short escapes of JSON strings, by the code of the escaped character.
 _SHORT_ESCAPES = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
@@ -83,18 +83,16 @@ def matches_name(pattern: str, name: str) -> bool:
     return automaton is not None and automaton.matches(name.encode("utf-8", "surrogatepass"))
 
 
-@functools.lru_cache(_MAX_CACHED)
-def match_common_name(one: str, other: str) -> bool:
-    """Return whether some property name matches the patterns of two JSON schemas.
+def has_common_text(one: Expression, other: Expression) -> bool:
+    """Return whether two expressions match a common text.
 
     Raise `NoAutomaton` if the automaton is too large.
     """
-    common = both(_names(one), _names(other))
-    return _automaton(common, f"patterns {one!r} and {other!r}") is not None
+    return _automaton(both(one, other), "two patterns") is not None
 
 
 @functools.lru_cache(_MAX_CACHED)
-def _names(pattern: str) -> Expression:
+def names_of(pattern: str) -> Expression:
     """Return the expression of the names that the pattern of a JSON schema matches."""
     return lower_search(pattern, characters, JSON_CLASSES)[0]
 
@@ -102,7 +100,7 @@ def _names(pattern: str) -> Expression:
 @functools.lru_cache(_MAX_CACHED)
 def _name_automaton(pattern: str) -> _native.guide.Pattern | None:
     """Return the automaton of the pattern of a JSON schema; None if it matches no text."""
-    return _automaton(_names(pattern), f"pattern {pattern!r}")
+    return _automaton(names_of(pattern), f"pattern {pattern!r}")
 
 
 def _automaton(expression: Expression, subject: str) -> _native.guide.Pattern | None:

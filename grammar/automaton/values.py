@@ -8,6 +8,7 @@ which they occur, so this order decides the order of the properties.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from typing import Any
 
 from graft.grammar.automaton.formats import FORMATS
 from graft.grammar.automaton.numbers import NumberRange, divisor_of
-from graft.grammar.automaton.strings import StringSet, match_common_name, matches_name
+from graft.grammar.automaton.strings import StringSet, has_common_text, matches_name, names_of
+from graft.grammar.regular.expression import Expression
 from graft.grammar.regular.regex import NoAutomaton
 from graft.grammar.schema.documents import dialect, word_set
 from graft.grammar.schema.reasons import NoExactForm
@@ -40,6 +42,8 @@ __all__ = [
 MAX_SETS = 50_000
 #: Number of matches of property names against patterns that take as long as creating a set.
 _MATCHES_PER_SET = 5
+#: Number of integers in two patterns' expressions that are compared while a set is created.
+_COMPARED_PER_SET = 100
 #: Maximum number of items of an array that keywords such as ``contains`` require.
 MAX_CONTAINED = 3
 #: Maximum nesting of intersections, as in LLGuidance.
@@ -177,6 +181,8 @@ class SchemaReader:
         self._parts: dict[str, list[Values]] = {}
         self._intersections: dict[tuple[str | int, ...], Reference] = {}
         self._resolving: set[str] = set()
+        self._disjoint: set[tuple[str, str]] = set()  # pairs of patterns without a common name
+        self._names: dict[str, Expression] = {}  # names that patterns match
         self._count = 0
 
     def resolve(self, reference: Reference) -> Values:
@@ -341,7 +347,7 @@ class SchemaReader:
         }
         required = dict.fromkeys(assertions.get("required") or ())
         self._count_matches(len({*properties, *required}), len(patterns))
-        _require_disjoint(patterns, patterns)
+        self._require_disjoint(patterns, patterns)
         for name in properties if patterns else ():
             for pattern, values in patterns.items():
                 if matches_name(pattern, name):
@@ -367,6 +373,26 @@ class SchemaReader:
         self._count += num_names * num_patterns // _MATCHES_PER_SET
         if self._count > MAX_SETS:
             raise NoAutomaton("the schema has too many property names and patterns")
+
+    def _require_disjoint(self, patterns: Iterable[str], others: Iterable[str]) -> None:
+        """Raise `NoAutomaton` if a name matches two different patterns, one of each list.
+
+        Also raise it if the comparisons would take too long.
+        """
+        for pair in itertools.product(patterns, others):
+            one, other = min(pair), max(pair)
+            if one == other or (one, other) in self._disjoint:
+                continue
+            for pattern in pair:
+                if pattern not in self._names:
+                    self._names[pattern] = names_of(pattern)
+            names = [self._names[pattern] for pattern in pair]
+            self._count += 1 + sum(map(len, names)) // _COMPARED_PER_SET
+            if self._count > MAX_SETS:
+                raise NoAutomaton("the schema has too many patterns of property names")
+            if has_common_text(*names):
+                raise NoAutomaton(f"a name matches the patterns {one!r} and {other!r}")
+            self._disjoint.add((one, other))
 
     def intersect(self, one: Values, other: Values, nesting: int = 0) -> Values:
         """Return the values that are in both sets. Properties keep the order of `one`."""
@@ -424,7 +450,7 @@ class SchemaReader:
     def _intersect_objects(self, one: Objects, other: Objects, nesting: int) -> Values:
         num_names = len({*one.properties, *other.properties, *one.required, *other.required})
         self._count_matches(num_names, len(one.patterns) + len(other.patterns))
-        _require_disjoint(one.patterns, other.patterns)
+        self._require_disjoint(one.patterns, other.patterns)
         properties = {}
         for name, values in one.properties.items():
             properties[name] = self.intersect(values, other.values_of(name), nesting)
@@ -457,16 +483,6 @@ def _objects(objects: Objects) -> Values:
     most = objects.high
     is_empty = most is not None and (objects.low > most or len(objects.required) > most)
     return NOTHING if is_empty else objects
-
-
-def _require_disjoint(patterns: Iterable[str], others: Iterable[str]) -> None:
-    """Raise `NoAutomaton` if a name matches two different patterns, one of each list."""
-    for pattern in patterns:
-        for other in others:
-            if pattern < other and match_common_name(pattern, other):
-                raise NoAutomaton(f"a name matches the patterns {pattern!r} and {other!r}")
-            if other < pattern and match_common_name(other, pattern):
-                raise NoAutomaton(f"a name matches the patterns {pattern!r} and {other!r}")
 
 
 def _union(options: list[Values]) -> Values:

@@ -180,8 +180,11 @@ def multiple(divisor: int, places: int = 0) -> Expression:
     """Return the expression of decimal digits with `places` digits after a point.
 
     The number of the digits, read without the point, is a multiple of `divisor`. There is at least
-    one digit before the point, and no point if `places` is 0.
+    one digit before the point, and no point if `places` is 0. Raise `NoAutomaton` if the divisor is
+    large, because the automaton has a state for each remainder.
     """
+    if divisor > MAX_EXPRESSION:
+        raise NoAutomaton("a divisor is too large")
     return [_MULTIPLE, divisor, places]
 
 

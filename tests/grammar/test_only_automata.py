@@ -14,6 +14,9 @@ from router_util import Grammar
 from schema_fuzz import walk
 
 from graft.grammar import GrammarError, GrammarSpec, LLGuidanceBackend
+from graft.grammar.automaton.values import SchemaReader
+from graft.grammar.backends.llguidance import prepare
+from graft.grammar.regular.expression import NoAutomaton
 from graft.grammar.schema.router import route
 
 ITEMS: list[Any] = [0, 1, 6, 7, -3, 2.5, "", "a", "bb", None, True, [], [0], ["a"], {}, {"a": 1}]
@@ -111,6 +114,36 @@ def test_refusal_remains_without_automaton():
     large = {"allOf": [{"not": {"pattern": f"a.{{{n}}}$"}} for n in (20, 21)], **STRING}
     with pytest.raises(GrammarError, match="not: "):
         GrammarSpec.json_schema(large).check()
+
+
+TOO_LARGE: dict[str, Any] = {
+    "maxItems": {"type": "array", "contains": INTEGER, "maxItems": 10**9},
+    "minItems": {"type": "array", "contains": INTEGER, "minItems": 10**9},
+    "divisor": {"type": "integer", "not": {"multipleOf": 10**12 + 7}},
+    "fraction": {"type": "number", "not": {"multipleOf": 1e300}},
+    "start": {"type": "string", "pattern": "x" + "(?:^|^)" * 26},
+    "end": {"type": "string", "pattern": "(?:^|a)" * 26},
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_schema_with_too_large_automaton_is_refused(name: str):
+    """The work is bounded. Without a bound, it would take minutes and gigabytes."""
+    with pytest.raises(GrammarError, match="cannot be enforced"):
+        prepare(GrammarSpec.json_schema(TOO_LARGE[name]), {}, True)
+
+
+def test_common_multiple_beyond_32_bits_has_no_automaton():
+    schema = {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949, 9941)]}
+    assert prepare(GrammarSpec.json_schema(schema), {}, True).automaton is None
+
+
+def test_comparisons_of_name_patterns_are_bounded():
+    patterns = {f"^{n}x": INTEGER for n in range(1000)}
+    with pytest.raises(NoAutomaton, match="too many patterns"):
+        SchemaReader({}).read({"type": "object", "patternProperties": patterns})
+    few = dict(itertools.islice(patterns.items(), 40))
+    SchemaReader({}).read({"type": "object", "patternProperties": few})
 
 
 def test_key_order_any_needs_an_automaton_without_orders():

@@ -33,6 +33,9 @@ __all__ = ["complement_of", "disjoint_patterns", "plain_pattern"]
 _MAX_NESTING = 20
 _MAX_PATTERNS = 40  # maximum number of patterns that replace patterns with common strings
 _MAX_STATES = 2000  # maximum number of states of an automaton that finds common strings
+# Work of writing the parts of a pattern: integers in expressions, and as many for each call.
+_CALL_WORK = 100
+_MAX_WORK = 2_000_000
 _ANY_CHARACTER = characters(ANY)
 _ANY_STRING = repeat(_ANY_CHARACTER, 0, None)
 _NO_STRING = characters([])
@@ -173,44 +176,62 @@ def _is_beyond_llguidance(options: list[list[_Part]], at_start: bool, at_end: bo
 @functools.lru_cache(maxsize=256)
 def _strings_of(pattern: str) -> Expression:
     """Return the expression of the strings in which an ECMA-262 pattern matches some part."""
-    reader = _Reader(pattern)
+    writer = _Writer()
     try:
-        options = reader.read()
         found = []
-        for option in options:
-            found.append(_following(option, _ANY_STRING, True))
+        for option in _Reader(pattern).read():
+            found.append(writer.following(option, _ANY_STRING, True))
             if not (option and option[0] == _Anchor(False)):
-                later = _following(option, _ANY_STRING, False)
+                later = writer.following(option, _ANY_STRING, False)
                 found.append(concat([repeat(_ANY_CHARACTER, 1, None), later]))
         return union(found)
     except NoAutomaton as error:
         raise NoExactForm("pattern", f"{pattern!r}: {error}") from None
 
 
-def _following(parts: list[_Part], rest: Expression, at_start: bool) -> Expression:
-    """Return the expression of the strings that begin with a match of parts, followed by `rest`.
+class _Writer:
+    """Writes the parts of one pattern as expressions.
 
-    If `at_start` is False, other characters precede these strings.
+    The parts after a group are written once for each of its options, so the time that a pattern
+    takes can be exponential in its length. `following` raises `NoAutomaton` after `_MAX_WORK`.
     """
-    if not parts:
-        return rest
-    part, *others = parts
-    if isinstance(part, _Anchor):
-        following = _following(others, rest, at_start)
-        if part.at_end:
-            return both(following, EMPTY)
-        return following if at_start else _NO_STRING
-    if isinstance(part, _Look):
-        following = _following(others, rest, at_start)
-        looked = union([_following(option, _ANY_STRING, at_start) for option in part.options])
-        return minus(following, looked) if part.negative else both(following, looked)
-    if isinstance(part, _Group):
-        return union([_following([*option, *others], rest, at_start) for option in part.options])
-    text = ecma_pattern(part.pattern, without_nul=False)
-    matched = lower_regex(text, classes=JSON_CLASSES)
-    if at_start and _has_start(others) and not _is_empty(both(matched, EMPTY)):
-        raise NoAutomaton("^ may follow other characters")
-    return concat([matched, _following(others, rest, False)])
+
+    def __init__(self) -> None:
+        self._work = 0
+
+    def following(self, parts: list[_Part], rest: Expression, at_start: bool) -> Expression:
+        """Return the expression of the strings that begin with a match of parts and then `rest`.
+
+        If `at_start` is False, other characters precede these strings.
+        """
+        if not parts:
+            return rest
+        expression = self._with_first(parts[0], parts[1:], rest, at_start)
+        self._work += _CALL_WORK + len(expression)
+        if self._work > _MAX_WORK:
+            raise NoAutomaton("the groups with anchors or look-ahead have too many options")
+        return expression
+
+    def _with_first(
+        self, part: _Part, others: list[_Part], rest: Expression, at_start: bool
+    ) -> Expression:
+        """Implement `following` for a first part and the `others`."""
+        if isinstance(part, _Anchor):
+            following = self.following(others, rest, at_start)
+            if part.at_end:
+                return both(following, EMPTY)
+            return following if at_start else _NO_STRING
+        if isinstance(part, _Look):
+            following = self.following(others, rest, at_start)
+            looked = union([self.following(p, _ANY_STRING, at_start) for p in part.options])
+            return minus(following, looked) if part.negative else both(following, looked)
+        if isinstance(part, _Group):
+            return union([self.following([*p, *others], rest, at_start) for p in part.options])
+        text = ecma_pattern(part.pattern, without_nul=False)
+        matched = lower_regex(text, classes=JSON_CLASSES)
+        if at_start and _has_start(others) and not _is_empty(both(matched, EMPTY)):
+            raise NoAutomaton("^ may follow other characters")
+        return concat([matched, self.following(others, rest, False)])
 
 
 def _has_start(parts: list[_Part]) -> bool:
