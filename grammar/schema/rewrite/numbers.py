@@ -143,8 +143,8 @@ class Numbers:
     def _step(self, value: Any) -> Fraction:
         """Return the value of a ``multipleOf`` as a fraction.
 
-        Raise `NoExactForm` if LLGuidance cannot read it exactly, or cannot combine it with the
-        ``multipleOf`` of another subschema.
+        Raise `NoExactForm` if LLGuidance cannot read it exactly, cannot combine it with the
+        ``multipleOf`` of another subschema, or would take too long to compile it.
         """
         step = _exact(value)
         if step > _MAX_COEFFICIENT or _read_multiple(float(value)) != step:
@@ -154,6 +154,9 @@ class Numbers:
             if step != other and step * other * scale * scale > _MAX_COEFFICIENT:
                 why = f"LLGuidance cannot combine it with the multiples of {float(other)}"
                 raise NoExactForm("multipleOf", why)
+        common = math.lcm(*(one.numerator for one in (step, *self._multiples)))
+        if _takes_long(common):
+            raise NoExactForm("multipleOf", f"LLGuidance takes too long for multiples of {common}")
         if self._combines:
             self._multiples.append(step)
         return step
@@ -469,6 +472,22 @@ def _read_double(value: int | float) -> float:
     else:
         magnitude *= float(10**exponent)
     return -magnitude if sign else magnitude
+
+
+def _takes_long(divisor: int) -> bool:
+    """Return whether LLGuidance may compile multiples of `divisor` for more than about a second.
+
+    LLGuidance computes the remainders of numbers when it compiles a schema, without a limit. The
+    bounds of this function were measured. A few more zeros at the end of a divisor cost little.
+    """
+    digits = divisor
+    while digits % 10 == 0:
+        digits //= 10
+    coprime = digits  # without the factors 2 and 5
+    for factor in (2, 5):
+        while coprime % factor == 0:
+            coprime //= factor
+    return digits > 100 and (divisor > 100_000 or coprime > 1 << 15)
 
 
 def _read_multiple(value: float) -> Fraction | None:
