@@ -50,8 +50,8 @@ class ResolvedGrammar:
         Whether outputs may violate a part of the JSON schema.
     text
         The JSON schema as the JSON text that the backend reads; empty for grammars of the other
-        kinds. For LLGuidance, the text includes LLGuidance's options, and LLGuidance accepts the
-        text.
+        kinds and for the result of `resolve_for_automaton`. For LLGuidance, the text includes
+        LLGuidance's options, and LLGuidance accepts the text.
     rules
         Lark grammar that LLGuidance compiles instead of `content`; empty if `content` is compiled.
     """

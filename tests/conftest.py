@@ -6,8 +6,8 @@ Tests marked ``full`` need ``--full``, tests marked ``ptx`` need ``--ptx``, and 
 or allocations wait for it. All other tests always run, on the selected device.
 
 A mark ``full`` with arguments applies to the cases of a test whose id, in brackets, contains one of
-the arguments. These cases do not run in short runs on the soft device, because other tests cover
-what they test. With ``--ptx`` or on CUDA, they run.
+the arguments. These cases do not run in short runs on the soft device, because other tests check
+the same behavior. With ``--ptx`` or on CUDA, they run.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ class SchemaReader:
         return values
 
     def _dereferenced(self, values: Values) -> Values:
-        """Return a set of values that is no reference."""
+        """Follow references to other definitions, and return the set of values at the end."""
         targets = []
         while isinstance(values, Reference):
             if values.target in self._resolving:

@@ -29,7 +29,7 @@ class References:
     """Local references of one schema document.
 
     The attribute `base` is the document's base URI, or empty. The attribute `nested` is True if a
-    subschema has a base URI of its own. No reference of the document is then treated as local,
+    subschema declares another base URI. No reference of the document is then treated as local,
     because references inside the subschema may be relative to that URI.
     """
 

@@ -1,7 +1,8 @@
 """JSON schema router.
 
-The router converts a JSON schema to a form that LLGuidance enforces exactly. The router reports
-where this form deviates from the schema.
+The router converts a JSON schema to the form from which an automaton is built (`automaton_form`),
+or to a form that LLGuidance enforces exactly (`route`). The result of `route` also says where
+LLGuidance's form deviates from the schema.
 """
 
 from __future__ import annotations

@@ -302,7 +302,8 @@ def test_device_automata_complete_outputs_like_the_host(options):
     drafting = {name: value for name, value in options.items() if name != "generation"}
     found = []
     for device_automata in (False, True):
-        # Both engines draft alike, because drafts of trees are not verified by rejection sampling.
+        # Both engines use the same drafter options: drafts of trees are not verified by rejection
+        # sampling, so a tree and a chain have different outputs.
         chosen = options if device_automata else drafting
         automata = {} if chosen.get("generation") else {"device_automata": device_automata}
         with settled(demo_engine(max_batch_size=4, **automata, **chosen)) as engine:

@@ -72,7 +72,7 @@ _Part = _Text | _Anchor | _Group | _Look
 def plain_pattern(pattern: str) -> str | None:
     """Convert an ECMA-262 pattern to a pattern that LLGuidance enforces; see `ecma_pattern`.
 
-    Return None if no string matches the pattern. Raise `NoExactForm` if there is no such pattern.
+    Return None if no string matches `pattern`. Raise `NoExactForm` if no conversion is known.
     """
     outside = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "", pattern, flags=re.DOTALL)
     if "(?" not in outside and "^" not in outside[1:] and "$" not in outside[:-1]:
@@ -147,7 +147,7 @@ def _is_empty(strings: Expression) -> bool:
 def _written(pattern: str, strings: Expression) -> str | None:
     """Return a pattern of the strings of an expression that was derived from `pattern`.
 
-    Return None if there are no such strings, and raise `NoExactForm` if the pattern is too long.
+    Return None if `strings` is empty. Raise `NoExactForm` if the pattern is too long.
     """
     try:
         return matching_pattern(strings)

@@ -332,8 +332,8 @@ def _uri_patterns(v6: str, ucschar: str = "", iprivate: str = "") -> tuple[str, 
     """Return patterns of the URIs and of the relative references of RFC 3986.
 
     `v6` is a pattern of IPv6 addresses. The other arguments are the characters that RFC 3987 adds
-    for IRIs. The variables are named after the rules of the RFCs' grammars. IPv4 addresses need no
-    alternative of their own, because they also match the rule for registered names.
+    for IRIs. The variables are named after the rules of the RFCs' grammars. There is no
+    alternative for IPv4 addresses, because they also match the rule for registered names.
     """
     ascii_unreserved = r"A-Za-z0-9._~!$&'()*+,;=\-"  # the RFC's rules unreserved and sub-delims
     unreserved = ascii_unreserved + ucschar
