@@ -227,7 +227,7 @@ def test_token_ids_of_prompt_and_output_are_returned(engine, client, stream):
     assert PROMPT in engine.tokenizer.decode(chunks[0].prompt_token_ids)
     assert "prompt_token_ids" not in chunks[-1].model_dump() or not stream
     tokens = [token for chunk in chunks for token in chunk.choices[0].token_ids or ()]
-    assert engine.tokenizer.decode(tokens).startswith('[{"name": "person"')
+    assert engine.tokenizer.decode(tokens).startswith('<tool_call>\n{"name": "person"')
     assert tokens[-1] in engine.tokenizer.stop_ids
 
 

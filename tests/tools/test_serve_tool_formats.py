@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import jsonschema
 import pytest
@@ -51,33 +52,29 @@ _XML = [
 _TAGGED = [f"<tool_call>\n{one}\n</tool_call>" for one in (_FIRST_OBJECT, _SECOND_OBJECT)]
 _PYTHON_CITY = json.dumps(CITY, ensure_ascii=False)
 _PYTHON = [f"town(city={_PYTHON_CITY}, more={_MORE_JSON}, exact=True)", 'now(zone="utc")']
-#: By notation: the text of a call, of two calls, and of a required call.
+#: By notation: the text of a call, and of two calls.
 CASES = {
-    "hermes": (_TAGGED[0], "\n".join(_TAGGED), _FIRST_OBJECT),
-    "llama3_json": (_LLAMA[0], "; ".join(_LLAMA), _LLAMA[0]),
-    "llama3_json/tag": (f"<|python_tag|>{_LLAMA[0]}", f"<|python_tag|>{'; '.join(_LLAMA)}", None),
+    "hermes": (_TAGGED[0], "\n".join(_TAGGED)),
+    "llama3_json": (_LLAMA[0], "; ".join(_LLAMA)),
+    "llama3_json/tag": (f"<|python_tag|>{_LLAMA[0]}", f"<|python_tag|>{'; '.join(_LLAMA)}"),
     "llama3_json/function": (
         f"<function=town>{_FIRST_JSON}</function>",
-        f"<function=town>{_FIRST_JSON}</function><function=now>{_SECOND_JSON}</function>",
-        None,
+        f"<function=town>{_FIRST_JSON}</function>; <function=now>{_SECOND_JSON}</function>",
     ),
     "mistral": (
         f"[TOOL_CALLS]town{_FIRST_JSON}",
         f"[TOOL_CALLS]town{_FIRST_JSON}[TOOL_CALLS]now{_SECOND_JSON}",
-        f"[TOOL_CALLS]town{_FIRST_JSON}",
     ),
     "mistral/args": (
         f"[TOOL_CALLS]town[ARGS]{_FIRST_JSON}",
         f"[TOOL_CALLS]town[ARGS]{_FIRST_JSON}[TOOL_CALLS]now[ARGS]{_SECOND_JSON}",
-        f"[TOOL_CALLS]town[ARGS]{_FIRST_JSON}",
     ),
     "mistral/array": (
         f"[TOOL_CALLS][{_FIRST_OBJECT}]",
         f"[TOOL_CALLS] [{_FIRST_OBJECT}, {_SECOND_OBJECT}]",
-        f"[TOOL_CALLS][{_FIRST_OBJECT}]",
     ),
-    "qwen3_coder": (_XML[0], "\n".join(_XML), _XML[0]),
-    "pythonic": (f"[{_PYTHON[0]}]", f"[{', '.join(_PYTHON)}]", f"[{_PYTHON[0]}]"),
+    "qwen3_coder": (_XML[0], "\n".join(_XML)),
+    "pythonic": (f"[{_PYTHON[0]}]", f"[{', '.join(_PYTHON)}]"),
 }
 #: Text before the calls.
 BEFORE = "Well, 京:\n"
@@ -89,15 +86,14 @@ UNKNOWN = '<tool_call>\n{"name": "town2", "arguments": {"city": 1}}\n</tool_call
 
 def scripts():
     found = {"unknown": Script(UNKNOWN), "prose": Script("No call here, 京. [1] {2}")}
-    for name, (one, two, required) in CASES.items():
+    for name, (one, two) in CASES.items():
         key = name.replace("/", "-")
         found[f"{key}-one"] = Script(one)
-        found[f"{key}-two"] = Script(two if name == "pythonic" else BEFORE + two)
-        if required not in (None, one):
-            found[f"{key}-required"] = Script(required)
+        found[f"{key}-two"] = Script(two)
+        if name in TOOL_FORMATS and name != "pythonic":
+            found[f"{key}-text"] = Script(BEFORE + two)
         if any(marker in one for marker in MARKERS):
             found[f"{key}-spelled"] = Script(one, spelled=True)
-    found["hermes-array"] = Script(f"[{_FIRST_OBJECT}]")
     return found
 
 
@@ -175,37 +171,41 @@ def cases_of(form):
     return [name.replace("/", "-") for name in CASES if name.split("/")[0] == form]
 
 
+@pytest.mark.parametrize("choice", ["auto", "required", "named"])
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.full("llama3_json", "qwen3_coder")
-def test_model_can_write_calls(ask, stream):
-    for key in cases_of(ask.form):
-        before = None if key == "pythonic" else BEFORE
-        assert ask(f"{key}-one", stream=stream) == (None, [FIRST], "tool_calls")
-        found = ask(f"{key}-two", stream=stream)
-        assert found == (before, [FIRST, SECOND], "tool_calls")
-        found = ask(f"{key}-two", stream=stream, parallel_tool_calls=False)
-        assert found == (before, [FIRST], "tool_calls")
-        if f"{key}-spelled" in scripts():
-            assert ask(f"{key}-spelled", stream=stream) == (None, [FIRST], "tool_calls")
-    text = scripts()["prose"].text
-    assert ask("prose", stream=stream) == (text, [], "stop")
-
-
-@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.full), True])
-@pytest.mark.full("hermes", "pythonic")
-def test_required_calls_are_written_in_the_notation_of_the_model(ask, stream):
+def test_model_can_write_calls(ask, stream, choice):
+    """Calls are the model's own text, whether they are required or not."""
     named = {"type": "function", "function": {"name": "town"}}
+    fields = {"stream": stream, "tool_choice": named if choice == "named" else choice}
+    one, both = (None, [FIRST], "tool_calls"), (None, [FIRST, SECOND], "tool_calls")
     for key in cases_of(ask.form):
-        required = CASES[key.replace("-", "/")][2]
-        if required is None:
+        if key == "llama3_json-tag" and choice != "auto":
             continue
-        script = f"{key}-required" if f"{key}-required" in scripts() else f"{key}-one"
-        expected = (None, [FIRST], "tool_calls")
-        several = "hermes-array" if key == "hermes" else script
-        assert ask(several, stream=stream, tool_choice="required") == expected
-        assert ask(script, stream=stream, tool_choice=named) == expected
-        found = ask(script, stream=stream, tool_choice="required", parallel_tool_calls=False)
-        assert found == expected
+        assert ask(f"{key}-one", **fields) == one
+        assert ask(f"{key}-two", **fields) == (one if choice == "named" else both)
+        assert ask(f"{key}-two", parallel_tool_calls=False, **fields) == one
+        if f"{key}-spelled" in scripts():
+            assert ask(f"{key}-spelled", **fields) == one
+        if f"{key}-text" in scripts() and choice == "auto":
+            assert ask(f"{key}-text", **fields) == (BEFORE, *both[1:])
+            assert ask(f"{key}-text", parallel_tool_calls=False, **fields) == (BEFORE, *one[1:])
+    text = scripts()["prose"].text
+    if choice == "auto":
+        assert ask("prose", **fields) == (text, [], "stop")
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.full("llama3_json", "mistral", "qwen3_coder")
+def test_output_ends_after_one_call_without_parallel_calls(ask, choice):
+    for key in cases_of(ask.form):
+        if key == "llama3_json-tag" and choice != "auto":
+            continue
+        sizes = []
+        for parallel in (True, False):
+            fields = {"tool_choice": choice, "parallel_tool_calls": parallel}
+            sizes.append(ask(f"{key}-two", raw=True, **fields).usage.completion_tokens)
+        assert sizes[1] <= sizes[0] - 4
 
 
 @pytest.mark.full("hermes", "mistral", "pythonic")
@@ -219,6 +219,25 @@ def test_calls_satisfy_the_schemas_whatever_the_model_writes(ask):
             assert (reason == "tool_calls") == bool(calls)
             assert calls or choice == "auto"
             assert content or calls
+
+
+@pytest.mark.full("pythonic", "qwen3_coder")
+def test_required_call_is_complete_within_max_tokens(ask):
+    """The model wants to write prose, and then JSON without end."""
+    named = {"type": "function", "function": {"name": "town"}}
+    for choice in ("required", named):
+        if ask.form == "mistral":  # its grammar names special tokens, so it has no automaton
+            assert ask("prose", tool_choice=choice, max_tokens=2)[1:] == ([], "length")
+            continue
+        with pytest.raises(openai.BadRequestError, match="a complete output") as caught:
+            ask("prose", tool_choice=choice, max_tokens=2)
+        needed = int(re.search(r"needs (\d+) tokens", str(caught.value))[1])
+        for budget in (needed, needed + 1, needed + 9):
+            fields = {"temperature": 1.5, "seed": budget, "max_tokens": budget}
+            content, calls, reason = ask("prose", tool_choice=choice, **fields)
+            assert content is None and calls and reason == "tool_calls"
+            for name, arguments in calls:
+                jsonschema.validate(arguments, SCHEMAS[name])
 
 
 @pytest.mark.full("qwen3_coder")

@@ -29,6 +29,10 @@ def tool(name, parameters=None, **fields):
     return {"type": "function", "function": {"name": name, "parameters": parameters, **fields}}
 
 
+def call_text(name, arguments):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
 def accepts(backend, tools, text, **fields):
     """Return whether the grammar of a request with tools allows a text."""
     form = TOOL_FORMATS["hermes"].output(chosen_tools({"tools": tools, **fields}))
@@ -117,11 +121,11 @@ def test_references_of_parameters_keep_their_meaning(backend, schema, values, ch
     validator = jsonschema.Draft202012Validator(schema)
     found = []
     for value in values:
-        call = f'{{"name": "f", "arguments": {json.dumps(value)}}}'
+        call = call_text("f", json.dumps(value))
         if choice == "auto":
-            call = f"so <tool_call>\n{call}\n</tool_call>."
+            call = f"so {call}."
         elif choice == "required":
-            call = f"[{call}, {call}]"
+            call = f"{call}\n{call}"
         name = {"type": "function", "function": {"name": "f"}}
         found.append(
             accepts(backend, tools, call, tool_choice=name if choice == "named" else choice)
@@ -130,17 +134,19 @@ def test_references_of_parameters_keep_their_meaning(backend, schema, values, ch
     assert set(found) == {True, False}
 
 
-def test_required_output_is_an_array_of_calls(backend):
+def test_required_output_consists_of_calls_between_tags(backend):
     tools = [tool("town", TOWN), tool("名", {"type": "object", "properties": {"a": {}}})]
-    town = '{"name": "town", "arguments": {"city": "Rome"}}'
-    other = '{"name": "名", "arguments": {"a": [1, {"b": "}"}]}}'
-    for text in (f"[{town}]", f"[{town}, {other}, {town}]"):
-        assert accepts(backend, tools, text, tool_choice="required")
-        assert not accepts(backend, tools, text, tool_choice="required", parallel_tool_calls=False)
-    for text in ("[]", town, f"[{town},{other}]", f"[{town}", f"[{town}] ", "[1]"):
-        assert not accepts(backend, tools, text, tool_choice="required")
+    town = call_text("town", '{"city": "Rome"}')
+    other = call_text("名", '{"a": [1, {"b": "}"}]}')
     for text in (town, other):
+        assert accepts(backend, tools, text, tool_choice="required")
         assert accepts(backend, tools, text, tool_choice="required", parallel_tool_calls=False)
+    text = "\n".join([town, other, town])
+    assert accepts(backend, tools, text, tool_choice="required")
+    assert not accepts(backend, tools, text, tool_choice="required", parallel_tool_calls=False)
+    bare = town.splitlines()[1]
+    for text in ("", bare, f"[{bare}]", f"{town}{other}", f"{town} ", f"so {town}", town[:-1]):
+        assert not accepts(backend, tools, text, tool_choice="required")
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
@@ -148,11 +154,7 @@ def test_required_output_is_an_array_of_calls(backend):
 def test_strict_determines_whether_arguments_have_additional_properties(backend, choice, strict):
     """Without the field `strict`, additional properties are allowed only in required calls."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    plain, extra = (f'{{"name": "f", "arguments": {{"a": 1{more}}}}}' for more in ("", ', "b": 2'))
-    if choice == "required":
-        texts = [f"[{plain}]", f"[{extra}]"]
-    else:
-        texts = [f"<tool_call>\n{call}\n</tool_call>" for call in (plain, extra)]
+    texts = [call_text("f", arguments) for arguments in ('{"a": 1}', '{"a": 1, "b": 2}')]
     tools = [tool("f", schema, strict=strict)]
     is_open = choice == "required" if strict is None else not strict
     found = [accepts(backend, tools, text, tool_choice=choice) for text in texts]

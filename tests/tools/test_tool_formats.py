@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import random
 
@@ -137,9 +138,8 @@ NOTATIONS = {
     "qwen3_coder": (qwen3_coder, "\n".join),
     "pythonic": (pythonic, lambda calls: f"[{', '.join(call[1:-1] for call in calls)}]"),
 }
-#: Calls that a grammar of required calls allows, where they differ from those in free text.
-REQUIRED = {"hermes": (hermes_object, lambda calls: f"[{', '.join(calls)}]")}
-ONLY_AUTO = ("llama3_json/function", "llama3_json/python_tag")
+#: Notations in which a model cannot write calls that are required.
+ONLY_AUTO = ("llama3_json/python_tag",)
 
 
 @pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
@@ -188,7 +188,6 @@ def test_grammar_of_calls_allows_what_the_schemas_allow(backend, notation):
         assert in_text(text)
     if notation in ONLY_AUTO:
         return
-    write, join = REQUIRED.get(notation, (write, join))
     one = accepter(backend, form, tool_choice="required", parallel_tool_calls=False)
     several = accepter(backend, form, tool_choice="required")
     for call in CALLS:
@@ -201,6 +200,25 @@ def test_grammar_of_calls_allows_what_the_schemas_allow(backend, notation):
 
 
 @pytest.mark.parametrize("notation", NOTATIONS)
+def test_grammar_allows_one_call_without_parallel_calls(backend, notation):
+    """The call ends the output. Text may precede the call, except in Python's notation."""
+    form = notation.split("/")[0]
+    write, join = NOTATIONS[notation]
+    named = {"type": "function", "function": {"name": "town"}}
+    choices = ["auto"] if notation in ONLY_AUTO else ["auto", "required", named]
+    for choice in choices:
+        fields = {"tool_choice": choice, "parallel_tool_calls": False}
+        accepts = accepter(backend, form, **fields)
+        calls = [write(*call) for call in CALLS[:2]]
+        assert all(map(accepts, calls))
+        assert accepts(f"so:\n{calls[0]}") == (choice == "auto")
+        assert accepts("so it is. {[<") == (choice == "auto")
+        assert not accepts(join(calls))
+        assert not any(accepts(f"{calls[0]}{text}") for text in (" ", "\n", "; ", calls[1]))
+        assert accepts(write(*CALLS[-1])) == (choice != named)
+
+
+@pytest.mark.parametrize("notation", NOTATIONS)
 def test_special_tokens_are_legal_instead_of_their_names_in_calls(notation):
     """Each marker of a notation may be a token or be spelled, in calls but not in arguments."""
     form = notation.split("/")[0]
@@ -209,9 +227,10 @@ def test_special_tokens_are_legal_instead_of_their_names_in_calls(notation):
     names = {name: STOP + 1 + i for i, name in enumerate(markers)}
     tokens = [bytes([byte]) for byte in range(256)] + [b""] * (len(names) + 1)
     backend = make_backend("llguidance", Vocabulary(tokens, len(tokens), [STOP], names))
-    choices = ["auto"] if notation in ONLY_AUTO or form == "hermes" else ["auto", "required"]
-    for choice in choices:
-        output = TOOL_FORMATS[form].output(chosen_tools({"tools": TOOLS, "tool_choice": choice}))
+    choices = ["auto"] if notation in ONLY_AUTO else ["auto", "required"]
+    for choice, parallel in itertools.product(choices, (True, False)):
+        fields = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": parallel}
+        output = TOOL_FORMATS[form].output(chosen_tools(fields))
         compiled = backend.compile(GrammarSpec.structural_format(output))
 
         def accepts(ids, compiled=compiled):
@@ -219,7 +238,7 @@ def test_special_tokens_are_legal_instead_of_their_names_in_calls(notation):
             return all(map(matcher.accept, ids)) and matcher.accept(STOP)
 
         calls = [("town", {"city": "x", "size": 1}), ("now", {})]
-        text = join([write(*call) for call in calls])
+        text = join([write(*call) for call in calls[: 1 + parallel]])
         used = [name for name in markers if name in text]
         for named in (used, used[:1], used[1:]):
             ids = list(text.encode())
@@ -252,19 +271,15 @@ def test_parser_returns_the_calls_that_were_written(notation, size):
     write, join = NOTATIONS[notation]
     text = join([write(*call) for call in CALLS])
     assert parse(form, text, size) == ("", CALLS)
-    assert parse(form, text, size, parallel_tool_calls=False) == ("", CALLS[:1])
+    assert parse(form, text, size, tool_choice="required") == ("", CALLS)
     for call in CALLS:
         assert parse(form, write(*call), size) == ("", [call])
     for before in ("", "so:\n", "a <tool [TOOL_CALL <|python {"):
         if form != "pythonic" or not before:
             assert parse(form, before + text, size) == (before, CALLS)
         assert parse(form, before, size) == (before, [])
-    if notation not in ONLY_AUTO:
-        write, join = REQUIRED.get(notation, (write, join))
-        text = join([write(*call) for call in CALLS])
-        assert parse(form, text, size, tool_choice="required") == ("", CALLS)
-        named = {"type": "function", "function": {"name": "town"}}
-        assert parse(form, write(*CALLS[0]), size, tool_choice=named) == ("", CALLS[:1])
+    named = {"type": "function", "function": {"name": "town"}}
+    assert parse(form, write(*CALLS[0]), size, tool_choice=named) == ("", CALLS[:1])
 
 
 def cut(form, text, **fields):
@@ -399,10 +414,8 @@ UNTYPED = [
 def test_arguments_are_an_object_also_if_the_schema_has_no_type(backend, notation, choice):
     form = notation.split("/")[0]
     write, join = NOTATIONS[notation]
-    if choice == "required":
-        if notation in ONLY_AUTO:
-            return
-        write, join = REQUIRED.get(notation, (write, join))
+    if choice == "required" and notation in ONLY_AUTO:
+        return
     for schema in UNTYPED:
         tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
         accepts = accepter(backend, form, tools=tools, tool_choice=choice)

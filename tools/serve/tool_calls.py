@@ -19,15 +19,10 @@ class ToolChoice:
 
     #: Function definitions; empty if no function may be called.
     functions: list[dict[str, Any]]
-    #: Whether the output must be a call, or an array of calls.
+    #: Whether the output must consist of calls.
     required: bool = False
     #: Whether the output may contain more than one call.
     parallel: bool = True
-
-    @property
-    def is_array(self) -> bool:
-        """Whether the output is an array of calls, if the model's notation of calls has arrays."""
-        return self.required and self.parallel
 
 
 def choose_tools(definitions: Sequence[dict[str, Any]], choice: Any, parallel: bool) -> ToolChoice:
@@ -99,7 +94,7 @@ def template_tools(definitions: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def shown_schema(tools: ToolChoice) -> dict[str, Any]:
-    """Return a JSON schema of required calls, for chat templates that show the output's schema.
+    """Return a JSON schema of a required call, for chat templates that show the output's schema.
 
     The schema is for display only. It must not be compiled as a grammar, because references within
     the ``parameters`` of a function are not adapted to the new document.
@@ -111,5 +106,4 @@ def shown_schema(tools: ToolChoice) -> dict[str, Any]:
             "arguments": function.get("parameters") or NO_ARGUMENTS,
         }
         calls.append({"type": "object", "properties": properties, "required": list(properties)})
-    call = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    return {"type": "array", "items": call} if tools.is_array else call
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}

@@ -21,6 +21,7 @@ __all__ = [
     "call_head",
     "check_names",
     "const",
+    "free_text_with",
     "is_strict",
     "json_format",
     "one_of",
@@ -60,7 +61,8 @@ class ToolFormat(ABC):
         """Return the structural format of an output in which the model may call functions.
 
         The output is free text with any number of calls in it or, in some notations, either free
-        text or calls.
+        text or calls. If parallel calls are not allowed, there is at most one call, and it ends the
+        output.
         """
 
     @abstractmethod
@@ -72,7 +74,11 @@ class ToolFormat(ABC):
         """
 
     def required_calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of an output that must consist of calls."""
+        """Return the structural format of an output that must consist of calls.
+
+        No free text precedes the calls: a model that wants to end its text without a call would
+        have to continue this text up to the maximum length.
+        """
         return self.calls(tools)
 
     def output(self, tools: ToolChoice) -> Format:
@@ -114,6 +120,20 @@ def one_of(elements: Sequence[Format]) -> Format:
 def tag(begin: str, content: Format, end: str) -> Format:
     """Return the structural format of the text `begin`, the content, and the text `end`."""
     return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def free_text_with(triggers: Sequence[str], tags: Sequence[Format], tools: ToolChoice) -> Format:
+    """Return the structural format of free text in which each trigger begins one of the calls.
+
+    `tags` are the formats of a call to each function. If parallel calls are not allowed, the output
+    ends after the first call.
+    """
+    return {
+        "type": "triggered_tags",
+        "triggers": [*triggers],
+        "tags": [*tags],
+        "stop_after_first": not tools.parallel,
+    }
 
 
 def some_calls(tags: Sequence[Format], separator: str, tools: ToolChoice) -> Format:

@@ -1,8 +1,7 @@
 """The notation of the Hermes models, which Qwen2.5 and Qwen3 use too.
 
 A call consists of three lines: ``<tool_call>``, a JSON object with ``name`` and ``arguments``, and
-``</tool_call>``. If calls are required, they have no tags: the output is a JSON array of calls, or
-a single object if parallel calls are not allowed.
+``</tool_call>``.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from graft.tools.serve.tool_formats.base import (
     ToolFormat,
     arguments_format,
     call_head,
-    const,
+    free_text_with,
     read_json_call,
-    sequence,
     some_calls,
     tag,
 )
@@ -38,27 +36,12 @@ class Hermes(ToolFormat):
     markers = (_BEGIN, _END)
 
     def text_with_calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of free text with calls, each between the tags."""
-        tags = [_tagged(function, tools) for function in tools.functions]
-        return {"type": "triggered_tags", "triggers": [_BEGIN], "tags": tags}
+        return free_text_with([_BEGIN], _calls(tools), tools)
 
     def calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of calls without free text, each between the tags."""
-        tags = [_tagged(function, tools) for function in tools.functions]
-        return some_calls(tags, _SEPARATOR, tools)
-
-    def required_calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of a JSON array of calls.
-
-        If parallel calls are not allowed, the format is that of a single call without an array.
-        """
-        calls = some_calls([_object(function, tools) for function in tools.functions], ", ", tools)
-        return sequence(const("["), calls, const("]")) if tools.is_array else calls
+        return some_calls(_calls(tools), _SEPARATOR, tools)
 
     def parse(self, source: TextSource, tools: ToolChoice) -> Steps[None]:
-        if tools.required:
-            yield from _parse_required(source, tools)
-            return
         separator = ""
         while True:
             yield from source.content_until([_BEGIN], separator)
@@ -68,20 +51,10 @@ class Hermes(ToolFormat):
             separator = _SEPARATOR
 
 
-def _parse_required(source: TextSource, tools: ToolChoice) -> Steps[None]:
-    if tools.is_array:
-        yield from source.expect("[")
-    while True:
-        source.mark()
-        yield from read_json_call(source, "arguments")
-        if not tools.is_array or (yield from source.expect(", ", "]")) == "]":
-            return
+def _calls(tools: ToolChoice) -> list[Format]:
+    return [_call(function, tools) for function in tools.functions]
 
 
-def _object(function: Mapping[str, Any], tools: ToolChoice) -> Format:
-    return tag(call_head(function, "arguments"), arguments_format(function, tools), "}")
-
-
-def _tagged(function: Mapping[str, Any], tools: ToolChoice) -> Format:
+def _call(function: Mapping[str, Any], tools: ToolChoice) -> Format:
     head = call_head(function, "arguments")
     return tag(f"{_BEGIN}\n{head}", arguments_format(function, tools), f"}}\n{_END}")

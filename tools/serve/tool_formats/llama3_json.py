@@ -16,8 +16,11 @@ from graft.tools.serve.tool_formats.base import (
     ToolFormat,
     arguments_format,
     call_head,
+    const,
+    free_text_with,
     one_of,
     read_json_call,
+    sequence,
     some_calls,
     tag,
 )
@@ -54,7 +57,7 @@ class Llama3Json(ToolFormat):
                 tag(f"{_PYTHON_TAG}{head}", arguments, "}"),
                 tag(_function_tag(function), arguments, _FUNCTION_END),
             ]
-        return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+        return free_text_with(triggers, tags, tools)
 
     def calls(self, tools: ToolChoice) -> Format:
         """Return the structural format of calls that begin with a tag.
@@ -63,20 +66,15 @@ class Llama3Json(ToolFormat):
         be JSON too. The tag (``<|python_tag|>`` or ``<function=...>``) at the beginning
         distinguishes calls from such an output.
         """
-        functions = []
-        for function in tools.functions:
-            arguments = arguments_format(function, tools)
-            functions.append(tag(_function_tag(function), arguments, _FUNCTION_END))
-        objects = tag(_PYTHON_TAG, self.required_calls(tools), "")
-        return one_of([objects, some_calls(functions, _SEPARATOR, tools)])
+        tagged = sequence(tag(_PYTHON_TAG, const(""), ""), _objects(tools))
+        return one_of([tagged, _function_tags(tools)])
 
     def required_calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of calls written as JSON objects without a tag."""
-        tags = []
-        for function in tools.functions:
-            head = call_head(function, "parameters")
-            tags.append(tag(head, arguments_format(function, tools), "}"))
-        return some_calls(tags, _SEPARATOR, tools)
+        """Return the structural format of calls without ``<|python_tag|>``.
+
+        A grammar that names a special token has no automaton, so its outputs could be incomplete.
+        """
+        return one_of([_objects(tools), _function_tags(tools)])
 
     def parse(self, source: TextSource, tools: ToolChoice) -> Steps[None]:
         names = {_function_tag(function): function["name"] for function in tools.functions}
@@ -94,6 +92,24 @@ class Llama3Json(ToolFormat):
                 yield CallEnd()
                 yield from source.expect("}" if begin in heads else _FUNCTION_END)
             separator = _SEPARATOR
+
+
+def _objects(tools: ToolChoice) -> Format:
+    """Return the structural format of calls written as JSON objects without a tag."""
+    tags = []
+    for function in tools.functions:
+        head = call_head(function, "parameters")
+        tags.append(tag(head, arguments_format(function, tools), "}"))
+    return some_calls(tags, _SEPARATOR, tools)
+
+
+def _function_tags(tools: ToolChoice) -> Format:
+    """Return the structural format of calls written as ``<function=NAME>...</function>``."""
+    tags = []
+    for function in tools.functions:
+        arguments = arguments_format(function, tools)
+        tags.append(tag(_function_tag(function), arguments, _FUNCTION_END))
+    return some_calls(tags, _SEPARATOR, tools)
 
 
 def _function_tag(function: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ from graft.tools.serve.tool_formats.base import (
     call_head,
     check_names,
     const,
+    free_text_with,
     one_of,
     read_json_call,
     sequence,
@@ -45,8 +46,7 @@ class Mistral(ToolFormat):
     markers = (_BEGIN, _ARGUMENTS)
 
     def text_with_calls(self, tools: ToolChoice) -> Format:
-        tags = [*_arrays(tools), *_named_calls(tools)]
-        return {"type": "triggered_tags", "triggers": [_BEGIN], "tags": tags}
+        return free_text_with([_BEGIN], [*_arrays(tools), *_named_calls(tools)], tools)
 
     def calls(self, tools: ToolChoice) -> Format:
         return one_of([*_arrays(tools), some_calls(_named_calls(tools), "", tools)])

@@ -17,6 +17,7 @@ from graft.tools.serve.tool_formats.base import (
     ToolFormat,
     check_names,
     const,
+    free_text_with,
     json_format,
     one_of,
     sequence,
@@ -43,7 +44,7 @@ class Qwen3Coder(ToolFormat):
     markers = (_BEGIN, "</tool_call>")
 
     def text_with_calls(self, tools: ToolChoice) -> Format:
-        return {"type": "triggered_tags", "triggers": [_BEGIN], "tags": _calls(tools)}
+        return free_text_with([_BEGIN], _calls(tools), tools)
 
     def calls(self, tools: ToolChoice) -> Format:
         return some_calls(_calls(tools), _SEPARATOR, tools)
