@@ -81,6 +81,20 @@ def test_demo_task_answers_satisfy_their_schemas(training, held_out, unseen):
         assert task.schema["additionalProperties"] is False
 
 
+def test_corpus_task_answers_satisfy_their_schemas():
+    """The elements of lists may differ, and lists may be empty."""
+    documents = [
+        {"a": [1, "x"]},
+        {"a": [1, 2.5, None]},
+        {"a": [{"b": 1}, {"c": [1]}]},
+        {"a": [[1], [], ["x"]], "b": []},
+        {"a": [{"b": [1, "x"]}, {"b": ["x", 1, 1]}], "c": {"d": [True, 0]}},
+    ]
+    for document, seed in itertools.product(documents, range(20)):
+        task = train_tasks.corpus_task(random.Random(seed), document)
+        jsonschema.validate(json.loads(task.answer), task.schema)
+
+
 def test_demo_regex_task_answers_match_their_patterns(held_out):
     """The answer of a ``regex`` task matches the pattern and occurs in the text of the task."""
     tasks = [t for t in held_out if t.kind == "regex"]

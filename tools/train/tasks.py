@@ -11,7 +11,7 @@ import gzip
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,9 +161,9 @@ def corpus_documents(path: Path) -> list[Any]:
 
 
 def _infer_schema(rng: random.Random, value: Any) -> tuple[dict[str, Any], Any]:
-    """Return a JSON schema for values like `value`, and the minimal instance of the schema.
+    """Return a JSON schema that `value` satisfies, and the minimal instance of the schema.
 
-    The first element of a list determines the schema of all its elements.
+    If the elements of a list differ in their types or keys, the schema allows any elements.
     """
     if isinstance(value, dict):
         fields = {key: _infer_schema(rng, child) for key, child in value.items()}
@@ -171,8 +171,9 @@ def _infer_schema(rng: random.Random, value: Any) -> tuple[dict[str, Any], Any]:
         schema = object_schema(((key, field) for key, (field, _) in fields.items()), optional)
         return schema, {key: least for key, (_, least) in fields.items() if key not in optional}
     if isinstance(value, list):
-        items, least = _infer_schema(rng, value[0]) if value else ({}, {})
-        min_items = int(rng.random() < 0.3)
+        is_uniform = len(set(map(_shape, value))) == 1
+        items, least = _infer_schema(rng, value[0]) if is_uniform else ({}, {})
+        min_items = int(rng.random() < 0.3 and bool(value))
         return {"type": "array", "items": items, "minItems": min_items}, [least] * min_items
     minimal_by_type = {
         bool: ("boolean", False),
@@ -182,6 +183,18 @@ def _infer_schema(rng: random.Random, value: Any) -> tuple[dict[str, Any], Any]:
     }
     name, least = minimal_by_type.get(type(value), ("null", None))
     return {"type": name}, least
+
+
+def _shape(value: Any) -> Hashable:
+    """Return a description of the types and keys in a JSON value.
+
+    Values with equal descriptions satisfy the schemas that `_infer_schema` returns for each other.
+    """
+    if isinstance(value, dict):
+        return "dict", frozenset((key, _shape(child)) for key, child in value.items())
+    if isinstance(value, list):
+        return "list", frozenset(map(_shape, value))
+    return type(value)
 
 
 def corpus_task(rng: random.Random, value: Any) -> Task:
