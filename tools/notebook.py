@@ -7,9 +7,11 @@ Usage::
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +73,9 @@ def _lines(text: str) -> list[str]:
     return text.splitlines(keepends=True)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Write the notebook."""
+    argparse.ArgumentParser(description=main.__doc__).parse_args(arguments)
     content = json.dumps(notebook(PAGE.read_text(encoding="utf-8")), indent=1, ensure_ascii=False)
     NOTEBOOK.write_text(f"{content}\n", encoding="utf-8")
     print(NOTEBOOK)

@@ -220,6 +220,15 @@ def test_notebook_has_text_and_programs_of_first_steps():
     assert len(programs) >= 4 and [cell for cell in cells if cell in programs] == programs
 
 
+def test_notebook_program_refuses_arguments(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(notebook, "NOTEBOOK", tmp_path / "notebook.ipynb")
+    for argument, status in (("other.ipynb", 2), ("--help", 0)):
+        with pytest.raises(SystemExit, match=str(status)):
+            notebook.main([argument])
+    assert "unrecognized arguments: other.ipynb" in capsys.readouterr().err
+    assert not notebook.NOTEBOOK.exists()
+
+
 @pytest.mark.full
 def test_notebook_runs(tmp_path):
     """All cells run one after another in one process, and print what their comments say."""
