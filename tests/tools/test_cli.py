@@ -451,10 +451,14 @@ def test_generate_json_reports_valid_output_and_statistics(tmp_path, capsys):
     assert report["device"] and report["tokens_per_second"] > 0
 
 
-@pytest.mark.parametrize("backend, reported", [("auto", "1"), ("own_backend:OwnBackend", "01")])
+@pytest.mark.parametrize("backend, reported", [("auto", "1"), ("own_backend:OwnBackend", "012")])
 def test_generate_partial_reports_schemas_not_enforced_in_full(tmp_path, capsys, backend, reported):
-    """graft does not know whether a user-defined backend enforces a schema in full."""
-    rows = [{"prompt": "a", "schema": one, "id": str(i)} for i, one in enumerate((SCHEMA, UNIQUE))]
+    """An automaton enforces the last schema, although LLGuidance cannot.
+
+    graft does not know whether a user-defined backend enforces a schema in full.
+    """
+    schemas = (SCHEMA, UNIQUE, {"type": "array", "contains": {"type": "integer"}})
+    rows = [{"prompt": "a", "schema": one, "id": str(i)} for i, one in enumerate(schemas)]
     (tmp_path / "rows").write_text("\n".join(map(json.dumps, rows)))
     arguments = ["--prompts", str(tmp_path / "rows"), "--partial", "--max-tokens", "4"]
     cli.main(["generate", *arguments, "--backend", backend])
