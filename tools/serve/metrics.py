@@ -30,7 +30,8 @@ _COUNTERS = (
     ),
     (
         "graft_grammar_closed",
-        "Requests whose tokens were limited so that the output is complete within max_tokens.",
+        "Requests from whose masks max_tokens has excluded tokens, so that the output is complete. "
+        "A preempted request can count again. Requests with matchers in Python do not count.",
         "closing",
         "requests",
     ),
