@@ -3,9 +3,11 @@
 //
 //   stress_automaton SEED COUNT
 //
-// Each case compiles random rules. Several threads then run matchers over random tokens: the row of
-// a matcher must allow exactly the tokens that the matcher accepts. The program prints how many
-// grammars were compiled, and how many damaged ones were refused and loaded.
+// Each case compiles random rules, in two of three cases to a machine that counts repetitions where
+// it can. Such a machine must allow the same tokens as the machine that does not count. Several
+// threads then run matchers over random tokens: the row of a matcher must allow exactly the tokens
+// that the matcher accepts. The program prints how many grammars were compiled, how many of them
+// count, and how many damaged ones were refused and loaded.
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -72,6 +74,9 @@ std::vector<int32_t> random_program(Random* random, int size, int num_rules) {
       } else {
         const int character = kAlphabet[size_t(below(random, 3))];
         program.insert(program.end(), {1, 1, character, character});
+      }
+      if (program[program.size() - 2] != 5 && below(random, 3) == 0) {
+        program.insert(program.end(), {4, below(random, 3), 3 + below(random, 9)});
       }
     } else if (kind == 4) {
       const int min = below(random, 3);
@@ -142,10 +147,39 @@ void walk(const std::shared_ptr<const AutomatonGrammar>& grammar, unsigned seed,
       accepted -= back;
     } else {
       const int32_t token = legal[size_t(below(&random, int(legal.size())))];
-      require(matcher.accept(token, &error) == Outcome::kYes || !exact,
-              "a legal token is accepted");
-      ++accepted;
+      const bool accepts = matcher.accept(token, &error) == Outcome::kYes;
+      require(accepts || !exact, "a legal token is accepted");
+      accepted += accepts ? 1 : 0;
     }
+  }
+}
+
+// Requires that two matchers allow the same tokens after the same random tokens.
+void compare(Machine first, Machine second, const std::shared_ptr<const TokenTrie>& trie,
+             unsigned seed) {
+  Random random(seed);
+  const auto memory = std::make_shared<RowMemory>(1 << 20);
+  AutomatonMatcher matcher(std::make_shared<AutomatonGrammar>(std::move(first), trie, memory),
+                           {kStop});
+  AutomatonMatcher other(std::make_shared<AutomatonGrammar>(std::move(second), trie, memory),
+                         {kStop});
+  std::vector<int32_t> row(static_cast<size_t>(trie->words()));
+  std::vector<int32_t> expected = row;
+  ErrorText error;
+  for (int step = 0; step < 60; ++step) {
+    matcher.fill(row.data(), trie->words(), graft::guide::kNoBudget, &error);
+    other.fill(expected.data(), trie->words(), graft::guide::kNoBudget, &error);
+    require(row == expected, "the machine that counts allows the same tokens");
+    std::vector<int32_t> legal;
+    for (int32_t token = 0; token < trie->num_tokens(); ++token) {
+      if (token != kStop && (row[size_t(token >> 5)] >> (token & 31) & 1) != 0) {
+        legal.push_back(token);
+      }
+    }
+    if (legal.empty()) break;
+    const int32_t token = legal[size_t(below(&random, int(legal.size())))];
+    matcher.accept(token, &error);
+    other.accept(token, &error);
   }
 }
 
@@ -166,6 +200,7 @@ int main(int argc, char** argv) {
   if (argc != 3) return 2;
   const auto trie = make_trie();
   int compiled = 0;
+  int counting = 0;
   int refused = 0;
   int loaded = 0;
   for (int i = 0; i < std::atoi(argv[2]); ++i) {
@@ -173,7 +208,14 @@ int main(int argc, char** argv) {
     Random random(seed);
     std::string data;
     try {
-      data = Machine::compile(random_rules(&random), 2000).serialize();
+      const std::vector<Rule> rules = random_rules(&random);
+      const int max_unrolled = below(&random, 3) == 0 ? Machine::kMaxUnrolled : below(&random, 4);
+      const Machine machine = Machine::compile(rules, 2000, max_unrolled);
+      data = machine.serialize();
+      if (!machine.counts().empty()) {
+        ++counting;
+        compare(machine, Machine::compile(rules, 2000, INT32_MAX), trie, seed);
+      }
     } catch (
         const std::exception&) {  // malformed, too large, without a text, or ambiguous brackets
       continue;
@@ -199,5 +241,6 @@ int main(int argc, char** argv) {
       }
     }
   }
-  std::printf("%d compiled, %d refused, %d loaded\n", compiled, refused, loaded);
+  std::printf("%d compiled, %d counting, %d refused, %d loaded\n", compiled, counting, refused,
+              loaded);
 }

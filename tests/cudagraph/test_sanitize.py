@@ -198,10 +198,13 @@ def guide(kind: str, seed: int, cases: int, timeout_s: float = 120) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("kind, cases", [("address", 3000), ("undefined", 3000), ("thread", 300)])
 def test_automata_run_under_sanitizer(kind, cases):
-    """Random grammars compile or are refused, threads share them, and damaged data is harmless."""
+    """Random grammars compile or are refused, threads share them, and damaged data is harmless.
+
+    Machines that count repetitions allow the same tokens as machines that do not.
+    """
     output = run_program(program("stress_automaton", kind), 1, cases, timeout_s=300)
-    numbers = re.match(r"(\d+) compiled, (\d+) refused, (\d+) loaded", output)
-    assert numbers and all(int(number) > cases // 10 for number in numbers.groups())
+    numbers = re.match(r"(\d+) compiled, (\d+) counting, (\d+) refused, (\d+) loaded", output)
+    assert numbers and all(int(number) > cases // 20 for number in numbers.groups())
 
 
 @pytest.mark.full
