@@ -194,7 +194,7 @@ def _shape(value: Any) -> Hashable:
         return "dict", frozenset((key, _shape(child)) for key, child in value.items())
     if isinstance(value, list):
         return "list", frozenset(map(_shape, value))
-    return type(value)
+    return type(value).__name__
 
 
 def corpus_task(rng: random.Random, value: Any) -> Task:
