@@ -539,6 +539,7 @@ def json_schema(**schema):
         ({"stop_token_ids": [-1]}, 400, "stop_token_ids contains -1"),
         ({"allowed_token_ids": [5000]}, 400, "from 0 to 2047 (2048 tokens)"),
         ({"top_logprobs": 2}, 400, "top_logprobs requires logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs must be an integer from 0 to"),
         ({"max_tokens": 5000}, 400, "context length: 19 tokens of the prompt and"),
         ({"messages": []}, 400, "at least one"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "must be text"),
@@ -577,6 +578,12 @@ def json_schema(**schema):
             "structural tag: the text is not JSON",
         ),
         ({"tools": TOOLS * 2}, 400, "two functions are named 'town'"),
+        (
+            {"tools": [*TOOLS, {"type": "custom", "custom": {"name": "x"}}]},
+            400,
+            "tools[2].type must be function, got 'custom'",
+        ),
+        ({"functions": [{"name": "f"}]}, 400, "functions can only be [] (use tools), got"),
         ({"tool_choice": "required"}, 400, "requires tools"),
         ({"messages": [{"role": "user", "content": "x" * 30_000}]}, 413, "longer than 20000 bytes"),
         (

@@ -61,12 +61,15 @@ def rule_error(rule: str) -> PydanticCustomError:
     return PydanticCustomError(_RULE, "rule", {"rule": rule})
 
 
-def only(supported: Any) -> AfterValidator:
-    """Return a validator for a field that may only have the value `supported`."""
+def only(supported: Any, advice: str = "") -> AfterValidator:
+    """Return a validator for a field that may only have the value `supported`.
+
+    `advice` says in the error message which field to use instead.
+    """
 
     def check(value: Any) -> Any:
         if value != supported or isinstance(value, bool) != isinstance(supported, bool):
-            raise rule_error(f"can only be {supported!r}")
+            raise rule_error(f"can only be {supported!r}{advice and f' ({advice})'}")
         return value
 
     return AfterValidator(check)

@@ -139,6 +139,7 @@ class Tool(Fields):
 
     model_config = ConfigDict(extra="ignore")
 
+    type: Literal["function"] = "function"
     function: Function
 
 
@@ -338,11 +339,11 @@ class ChatRequest(PromptFields, CompletionFields):
     max_tokens: StrictInt | None = Field(None, ge=1, le=_MAX_INT32)
     max_completion_tokens: StrictInt | None = Field(None, ge=1, le=_MAX_INT32)
     logprobs: StrictBool = False
-    top_logprobs: Any = None  # the engine checks it
+    top_logprobs: StrictInt | None = Field(None, ge=0, le=MAX_LOGPROBS)
     verbosity: Literal["low", "medium", "high"] = "medium"  # has no effect
     # This older field must be empty: functions are given in the field `tools`.
-    functions: Annotated[Any, only([])] = None
-    function_call: Annotated[Any, only("none")] = "none"
+    functions: Annotated[Any, only([], "use tools")] = None
+    function_call: Annotated[Any, only("none", "use tool_choice")] = "none"
 
     @property
     def token_limit(self) -> int | None:
@@ -352,7 +353,7 @@ class ChatRequest(PromptFields, CompletionFields):
         return self.max_tokens
 
     @property
-    def num_logprobs(self) -> Any:
+    def num_logprobs(self) -> int | None:
         """Number of most likely tokens to report for each token; None for no log probabilities."""
         if not self.logprobs:
             return None
