@@ -102,7 +102,8 @@ def include_folders(folder: Path | None) -> list[Path]:
 class KernelSource:
     """Source of a kernel module: CUDA C++, a name for error messages, and values of macros.
 
-    `folder` is an additional folder in which ``#include "..."`` searches for headers, or None.
+    `folder` is the absolute path of an additional folder in which ``#include "..."`` searches for
+    headers, or None.
     """
 
     text: str

@@ -412,7 +412,7 @@ def load_text(
     text: str,
     name: str,
     defines: Mapping[str, str] | None = None,
-    folder: Path | None = None,
+    folder: str | Path | None = None,
 ) -> KernelModule:
     """Compile and load kernel source with the macros `defines`.
 
@@ -431,7 +431,9 @@ def load_text(
         The source does not compile; the message contains the compiler's output.
     """
     prepare_driver_call("cuModuleLoadData")
-    loaded = compile_source(context, KernelSource(text, name, defines or {}, folder))
+    # Include paths are cached by folder, and the working directory may change.
+    include = None if folder is None else Path(os.path.abspath(folder))
+    loaded = compile_source(context, KernelSource(text, name, defines or {}, include))
     return KernelModule(name, loaded, kernel_parameters(text), waiting_kernels(text))
 
 

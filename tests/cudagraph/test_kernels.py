@@ -295,6 +295,20 @@ def test_kernel_cache_notices_changed_header(
         assert out.to_host().tolist() == [n]
 
 
+def test_relative_include_folder_follows_working_directory(
+    device: Device, stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = device.zeros((1,), "int32")
+    text = '#include "n.cuh"\nextern "C" __global__ void n(int* out) { out[0] = N; }\n'
+    for n in (7, 8):
+        (tmp_path / str(n) / "headers").mkdir(parents=True)
+        (tmp_path / str(n) / "headers" / "n.cuh").write_text(f"#define N {n}\n")
+        monkeypatch.chdir(tmp_path / str(n))
+        kernel = load_text(device, text, "n.cu", folder="headers")["n"]
+        launch(stream, kernel, 1, 1, [out])
+        assert out.to_host().tolist() == [n]
+
+
 CACHED = """
 text = 'extern "C" __global__ void one(int* out) { *out = 1; }'
 kernel = load_text(device, text, "one.cu")["one"]
