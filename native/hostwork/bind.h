@@ -12,8 +12,8 @@ namespace graft::hostwork {
 void bind_work(nanobind::module_& m);   // bind_work.cpp: records, eager work, captures, mailboxes
 void bind_ranks(nanobind::module_& m);  // bind_ranks.cpp: MPI messages
 
-// dlpack.cpp: returns a DLPack capsule of an unversioned DLManagedTensor at this address. A capsule
-// that is freed without having been consumed calls the tensor's deleter.
+// bind_dlpack.cpp: returns a DLPack capsule of an unversioned DLManagedTensor at this address. A
+// capsule that is freed without having been consumed calls the tensor's deleter.
 nanobind::object new_dltensor_capsule(std::uint64_t tensor);
 
 template <typename T>
