@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from graft.native.softcuda.compile import compile_cpu, compiler
+from graft.native.softcuda.compile import compile_cpu, compiler, included_files
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "native" / "tests"
@@ -129,6 +129,20 @@ def graphs(
     """Run random graphs. The program checks results and failures, and that nothing is leaked."""
     output = run(kind, "graphs", image(), seed, count, threads, timeout_s=timeout_s, **settings)
     assert re.match(rf"{count} graphs on {threads} threads; ", output)
+
+
+def test_stressed_sources_do_not_include_nanobind():
+    """The stress programs contain all files but the bindings, and are compiled without nanobind."""
+    native = ROOT / "native"
+    found = 0
+    for folder in ("hostwork", "stacks", "guide/automaton"):
+        for path in (native / folder).glob("*.cpp"):
+            headers = included_files(path.read_text(), [path.parent, native])
+            texts = [path.read_text(), *headers.values()]
+            binds = any("#include <nanobind/" in text for text in texts)
+            assert binds == path.name.startswith("bind"), path
+            found += binds
+    assert found > 3
 
 
 @pytest.mark.full
