@@ -55,6 +55,9 @@ def compile_automaton(grammar: ResolvedGrammar) -> bytes | None:
 def lower(grammar: ResolvedGrammar) -> list[Rule]:
     """Return rules that match exactly the texts that LLGuidance allows for a grammar.
 
+    The strings of JSON schemas can also contain escapes that LLGuidance does not allow; see
+    `graft.grammar.automaton.strings`.
+
     Raise `NoAutomaton` if graft cannot lower the grammar.
     """
     kind = grammar.spec.kind

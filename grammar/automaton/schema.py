@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from graft.grammar.automaton.numbers import NOTHING, NumberRange, lower_number
-from graft.grammar.automaton.strings import StringSet, StringWriter
+from graft.grammar.automaton.strings import ANY_STRING, NameWriter, StringSet, write_string
 from graft.grammar.automaton.values import (
     ANYTHING,
     NULL,
@@ -147,13 +147,10 @@ def _layout(whitespace: Whitespace) -> _Layout:
     return _Layout(whitespace)
 
 
-@functools.cache
-def _string_writer(unicode_escapes: bool) -> StringWriter:
-    return StringWriter(unicode_escapes)
-
-
 class SchemaLowering:
-    """Lowers schemas to rules that allow exactly the JSON texts that LLGuidance allows.
+    """Lowers schemas to rules that allow the JSON texts that LLGuidance allows, with more escapes.
+
+    `graft.grammar.automaton.strings` describes the escapes of strings.
 
     Parameters
     ----------
@@ -175,18 +172,17 @@ class SchemaLowering:
         options = schema.get(OPTIONS) if isinstance(schema, dict) else None
         if options not in (None, PLAIN_ESCAPES):
             raise NoAutomaton("these options of LLGuidance are not supported")
-        document = _Document(self._rules, self._layout, _string_writer(options is None), schema)
+        document = _Document(self._rules, self._layout, schema)
         return document.lower(document.reader.read(schema))
 
 
 class _Document:
     """Lowers the values of one schema document; see `SchemaLowering`."""
 
-    def __init__(self, rules: Rules, layout: _Layout, strings: StringWriter, schema: Any):
+    def __init__(self, rules: Rules, layout: _Layout, schema: Any):
         self.reader = SchemaReader(schema)
         self._rules = rules
         self._layout = layout
-        self._strings = strings
         self._size = 0  # number of integers in the results of `_item`
         self._anything: Expression | None = None
         # Rules of objects and arrays by identity; None while the rule is built, unless a part of it
@@ -203,7 +199,7 @@ class _Document:
         if isinstance(values, Objects | Arrays):
             return call(self._rule(values))
         if isinstance(values, StringSet):
-            return self._strings.write(values)
+            return write_string(values)
         if isinstance(values, NumberRange):
             return lower_number(values)
         if isinstance(values, Reference):
@@ -222,10 +218,10 @@ class _Document:
         if self._anything is None:
             array = self._rules.reserve(_ARRAY)
             thing = self._rules.reserve(_OBJECT)
-            scalars = [_NULL, _BOTH, lower_number(NumberRange()), self._strings.anything]
+            scalars = [_NULL, _BOTH, lower_number(NumberRange()), ANY_STRING]
             self._anything = union([*scalars, call(array), call(thing)])
             self._rules.set(array, self._members([(self._anything, 0, None)]))
-            member = [self._strings.anything, self._layout.colon, self._anything]
+            member = [ANY_STRING, self._layout.colon, self._anything]
             self._rules.set(thing, self._members([(concat(member), 0, None)]))
         return self._anything
 
@@ -287,10 +283,10 @@ class _Document:
         """Lower a set of objects. Their keys have the order of the schema."""
         names = list(objects.properties)
         names += [name for name in objects.required if name not in objects.properties]
-        listed = [self._strings.name(name) for name in names]
+        writer = NameWriter(names)
         items: list[tuple[Expression, int, int | None]] = []
         num_optional = 0
-        for name, key in zip(names, listed, strict=True):
+        for name, key in zip(names, writer.listed, strict=True):
             value = self.lower(objects.values_of(name))
             is_required = name in objects.required
             if value == NOTHING and not is_required:
@@ -302,11 +298,11 @@ class _Document:
         high = None if objects.high is None else max(objects.high - num_required, 0)
         others = []
         for pattern, values in objects.patterns.items():
-            key = self._strings.name_pattern(pattern, listed)
+            key = writer.matching(pattern)
             others.append(self._item([key, self._layout.colon, self.lower(values)]))
         value = self.lower(objects.additional or ANYTHING)
         if value != NOTHING:
-            key = self._strings.other_names(listed, list(objects.patterns))
+            key = writer.others(objects.patterns)
             others.append(self._item([key, self._layout.colon, value]))
         if max(low, high or 0) > MAX_COUNT:
             raise NoAutomaton("the number of properties is too large")

@@ -1,13 +1,28 @@
-"""Expressions of the JSON strings that LLGuidance allows for lengths and patterns."""
+r"""Expressions of JSON strings, by their length and the patterns that they match.
+
+The strings contain escapes of their characters as follows.
+
+* Where a set of characters is possible that contains control characters or characters outside
+  ASCII, all characters of the set may be written as escapes. This is the case, for example, in
+  strings without a pattern.
+* Where only printable ASCII characters are possible, for example in the date ``"2024-01-31"``, no
+  character is written as an escape unless JSON requires it. Models do not write such escapes, and
+  they would multiply the states of a pattern's automaton.
+* Names of properties are compared by value; see `NameWriter`.
+
+LLGuidance allows ``\u`` escapes for control characters only. After ``\u00``, a model that was
+trained to write ``ü`` as ``\u00fc`` could then only write a control character.
+"""
 
 from __future__ import annotations
 
 import functools
-import json
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from graft.grammar.automaton.escapes import spelled
 from graft.grammar.regular.expression import (
-    EMPTY,
     Expression,
     Ranges,
     both,
@@ -31,16 +46,22 @@ from graft.grammar.regular.regex import (
 from graft.grammar.schema.name_spelling import EVERY_NAME
 from graft.native import _native
 
-__all__ = ["StringSet", "StringWriter", "has_common_text", "matches_name", "names_of"]
+__all__ = [
+    "ANY_STRING",
+    "NameWriter",
+    "StringSet",
+    "has_common_text",
+    "matches_name",
+    "names_of",
+    "write_string",
+]
 
-#: Letters of the short escapes of JSON strings, by the code of the escaped character.
-_SHORT_ESCAPES = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
-_ESCAPED = [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)]
-_PLAIN = complement(_ESCAPED)
 _QUOTE = text('"')
-#: Writes a JSON value; ``json.dumps`` would create an encoder for each call.
-_write_json = json.JSONEncoder(ensure_ascii=False).encode
-#: Maximum numbers of cached expressions of patterns, and of sets of characters.
+_NOT_PRINTABLE_ASCII = complement([(0x20, 0x7E)])
+#: ASCII characters that compared names never contain as escapes, and the other ASCII characters.
+_WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
+_OTHER_ASCII = re.compile("[^0-9A-Z_a-z\x80-\U0010ffff]")
+#: Maximum number of cached expressions of patterns.
 _MAX_CACHED = 256
 #: Maximum number of states of the automaton of a pattern and a name.
 _MAX_STATES = 32767
@@ -116,129 +137,143 @@ def _automaton(expression: Expression, subject: str) -> _native.guide.Pattern | 
         raise NoAutomaton(f"{subject}: {error}") from None
 
 
-class StringWriter:
-    r"""Writes strings of a JSON text as expressions.
+def _in_any_spelling(ranges: Ranges) -> Expression:
+    """Return the expression of one character of the ranges, in all its spellings."""
+    return spelled(tuple(ranges), tuple(ranges))
 
-    If `unicode_escapes` is False, strings contain no ``\u`` escapes, and therefore no control
-    characters without a short escape.
+
+def _in_string(ranges: Ranges) -> Expression:
+    """Return the expression of one character of the ranges, as a string may contain it.
+
+    See the module for the characters that may be escapes.
     """
+    escaped = ranges if intersection(ranges, _NOT_PRINTABLE_ASCII) else ()
+    return spelled(tuple(ranges), tuple(escaped))
 
-    def __init__(self, unicode_escapes: bool):
-        self._unicode_escapes = unicode_escapes
-        self._cached = functools.lru_cache(_MAX_CACHED)(self._escaped)
-        self._any_character = self._one_of(ANY)
-        self._any = repeat(self._any_character, 0, None)
-        self.anything = concat([_QUOTE, self._any, _QUOTE])
-        # The same patterns and formats often occur several times.
-        self._write_patterns = functools.lru_cache(_MAX_CACHED)(self._patterns)
 
-    def write(self, strings: StringSet) -> Expression:
-        """Return the expression of the strings of a set, with their quotation marks."""
-        if not strings.patterns:
-            if strings.low == 0 and strings.high is None:
-                return self.anything
-            return concat([_QUOTE, self._length(strings.low, strings.high), _QUOTE])
-        if len(strings.patterns) == 1 and strings.patterns[0][0] == "text":
-            return self._patterns(strings)
-        return self._write_patterns(strings)
+_ANY_CHARACTER = _in_string(ANY)
+_ANY_TEXT = repeat(_ANY_CHARACTER, 0, None)
+#: Expression of all JSON strings.
+ANY_STRING = concat([_QUOTE, _ANY_TEXT, _QUOTE])
 
-    def _patterns(self, strings: StringSet) -> Expression:
-        parts = []
-        within = False
-        for way, pattern in strings.patterns:
-            if way == "text":
-                if not strings.low <= len(pattern) <= _limit(strings.high):
-                    return characters([])
-                parts.append(self._text(pattern))
-                within = True
-            elif way == "match":
-                parts.append(lower_regex(pattern, self._one_of, JSON_CLASSES))
-            elif way == "exclude":
-                parts.append(minus(self._any, self._search(pattern, 0, None)[0]))
-            else:
-                part, fits = self._search(pattern, strings.low, strings.high)
-                parts.append(part)
-                within |= fits
-        if not within and (strings.low > 0 or strings.high is not None):
-            parts.append(self._length(strings.low, strings.high))
-        return concat([_QUOTE, functools.reduce(both, parts), _QUOTE])
 
-    def name(self, name: str) -> Expression:
-        """Return the expression of a listed property name, which has only one spelling."""
-        return text(_write_json(name))
+def write_string(strings: StringSet) -> Expression:
+    """Return the expression of the strings of a set, with their quotation marks."""
+    if not strings.patterns:
+        if strings.low == 0 and strings.high is None:
+            return ANY_STRING
+        return concat([_QUOTE, _length(strings.low, strings.high), _QUOTE])
+    if len(strings.patterns) == 1 and strings.patterns[0][0] == "text":
+        return _write_patterns(strings)
+    # The same patterns and formats often occur several times.
+    return _write_patterns_once(strings)
 
-    def name_pattern(self, pattern: str, listed: list[Expression]) -> Expression:
-        """Return the expression of the names that match a pattern and are not listed."""
-        name = self.anything
-        if pattern != EVERY_NAME:
-            name = concat([_QUOTE, self._search(pattern, 0, None)[0], _QUOTE])
-        return minus(name, union(listed)) if listed else name
 
-    def other_names(self, listed: list[Expression], patterns: list[str]) -> Expression:
-        """Return the expression of the names that are neither listed nor match a pattern."""
-        excluded = [*listed]
-        for pattern in patterns:
-            excluded.append(self.name_pattern(pattern, []))
-        return minus(self.anything, union(excluded)) if excluded else self.anything
-
-    def _search(self, pattern: str, low: int, high: int | None) -> tuple[Expression, bool]:
+def _write_patterns(strings: StringSet) -> Expression:
+    low, high = strings.low, strings.high
+    parts = []
+    within = False
+    for way, pattern in strings.patterns:
         if not isinstance(pattern, str):
             raise NoAutomaton("a pattern must be a string")
-        return lower_search(pattern, self._one_of, JSON_CLASSES, low, high)
+        if way == "text":
+            if len(pattern) < low or (high is not None and len(pattern) > high):
+                return characters([])
+            parts.append(_text(pattern))
+            within = True
+        elif way == "match":
+            parts.append(lower_regex(pattern, _in_string, JSON_CLASSES))
+        elif way == "exclude":
+            excluded, _ = lower_search(pattern, _in_any_spelling, JSON_CLASSES)
+            parts.append(minus(_ANY_TEXT, excluded))
+        else:
+            part, fits = lower_search(pattern, _in_string, JSON_CLASSES, low, high)
+            parts.append(part)
+            within |= fits
+    if not within and (low > 0 or high is not None):
+        parts.append(_length(low, high))
+    return concat([_QUOTE, functools.reduce(both, parts), _QUOTE])
 
-    def _length(self, low: int, high: int | None) -> Expression:
-        if max(low, high or 0) > MAX_COUNT:
-            raise NoAutomaton("a length is too large")
-        if high is not None and low > high:
-            return characters([])
-        return repeat(self._any_character, low, high)
 
-    def _text(self, value: str) -> Expression:
-        if value.isascii() and value.isprintable() and '"' not in value and "\\" not in value:
-            return text(value)
-        return concat(self._one_of([(ord(char), ord(char))]) for char in value) if value else EMPTY
+_write_patterns_once = functools.lru_cache(_MAX_CACHED)(_write_patterns)
+
+
+def _length(low: int, high: int | None) -> Expression:
+    if max(low, high or 0) > MAX_COUNT:
+        raise NoAutomaton("a length is too large")
+    if high is not None and low > high:
+        return characters([])
+    return repeat(_ANY_CHARACTER, low, high)
+
+
+def _text(value: str) -> Expression:
+    if _has_one_spelling(value):
+        return text(value)
+    return concat(_in_string([(ord(char), ord(char))]) for char in value)
+
+
+def _has_one_spelling(value: str) -> bool:
+    """Return whether all characters of a text are written as themselves only."""
+    return value.isascii() and value.isprintable() and '"' not in value and "\\" not in value
+
+
+class NameWriter:
+    r"""Writes the names of the properties of an object as expressions.
+
+    The names ``"a"`` and ``"\u0061"`` are equal, so an escape must not turn a listed name into one
+    that is not listed. If the object has listed names or patterns of names, ASCII letters, digits,
+    the underscore and the ASCII characters of listed names are therefore not written as escapes
+    unless JSON requires it. All other characters can be written as escapes.
+
+    Parameters
+    ----------
+    listed
+        The listed names.
+
+    Attributes
+    ----------
+    listed
+        The expressions of the listed names.
+    """
+
+    def __init__(self, listed: Collection[str]):
+        self._escaped = _escaped_in_names(frozenset(_OTHER_ASCII.findall("".join(listed))))
+        self.listed = list(map(self._name, listed))
+
+    def matching(self, pattern: str) -> Expression:
+        """Return the expression of the names that match a pattern and are not listed."""
+        return _without(self._matching(pattern), self.listed)
+
+    def others(self, patterns: Collection[str]) -> Expression:
+        """Return the expression of the names that are not listed and match none of the patterns."""
+        if not self.listed and not patterns:
+            return ANY_STRING
+        return _without(self._matching(EVERY_NAME), [*self.listed, *map(self._matching, patterns)])
+
+    def _name(self, name: str) -> Expression:
+        if _has_one_spelling(name):
+            return text(f'"{name}"')
+        return concat([_QUOTE, *(self._one_of([(ord(char), ord(char))]) for char in name), _QUOTE])
+
+    def _matching(self, pattern: str) -> Expression:
+        if pattern == EVERY_NAME:
+            name = repeat(self._one_of(ANY), 0, None)
+        else:
+            name, _ = lower_search(pattern, self._one_of, JSON_CLASSES)
+        return concat([_QUOTE, name, _QUOTE])
 
     def _one_of(self, ranges: Ranges) -> Expression:
-        """Return the expression of one character of the ranges, as JSON strings may contain it."""
-        return self._cached(tuple(ranges))
-
-    def _escaped(self, ranges: Ranges) -> Expression:
-        """Implement `_one_of`.
-
-        A character that must be escaped may have several forms: a short escape such as ``\\n``, and
-        the escape ``\\u`` with four hexadecimal digits.
-        """
-        options = []
-        plain = intersection(ranges, _PLAIN)
-        if plain:
-            options.append(characters(plain))
-        codes = {
-            code for low, high in intersection(ranges, _ESCAPED) for code in range(low, high + 1)
-        }
-        letters = sorted(ord(_SHORT_ESCAPES[code]) for code in codes & _SHORT_ESCAPES.keys())
-        escapes = []
-        if letters:
-            escapes.append(characters([(letter, letter) for letter in letters]))
-        if self._unicode_escapes:
-            by_digit: dict[int, list[int]] = {}
-            for code in sorted(codes - {0x22, 0x5C}):
-                by_digit.setdefault(code >> 4, []).append(code & 15)
-            digits = [
-                concat([text(f"{first:x}"), _hexadecimal_digits(second)])
-                for first, second in by_digit.items()
-            ]
-            if digits:
-                escapes.append(concat([text("u00"), union(digits)]))
-        if escapes:
-            options.append(concat([text("\\"), union(escapes)]))
-        return union(options) if options else characters([])
+        return spelled(tuple(ranges), self._escaped)
 
 
-def _hexadecimal_digits(values: list[int]) -> Expression:
-    """Return the expression of one hexadecimal digit, in lower or upper case, of some values."""
-    letters = sorted({ord(case) for value in values for case in (f"{value:x}", f"{value:X}")})
-    return characters([(letter, letter) for letter in letters])
+@functools.lru_cache(_MAX_CACHED)
+def _escaped_in_names(listed: frozenset[str]) -> tuple[tuple[int, int], ...]:
+    """Return the characters that names may contain as escapes next to listed names.
+
+    `listed` are the characters of the listed names that are neither in `_WORD` nor outside ASCII.
+    """
+    return tuple(complement([*_WORD, *((ord(char), ord(char)) for char in listed)]))
 
 
-def _limit(high: int | None) -> float:
-    return float("inf") if high is None else high
+def _without(names: Expression, excluded: list[Expression]) -> Expression:
+    return minus(names, union(excluded)) if excluded else names

@@ -19,6 +19,7 @@ from graft.grammar.matcher import CompiledGrammar, Matcher, NativeBackedMatcher
 from graft.grammar.resolve import ResolvedGrammar, resolve_for_automaton, resolve_for_backend
 from graft.grammar.schema.llguidance_check import explain_assertion, schema_grammar, validate
 from graft.grammar.schema.llguidance_options import literal
+from graft.grammar.schema.name_spelling import with_one_spelling
 from graft.grammar.spec import Spec, check_spec
 from graft.grammar.structural.lark import NO_TOKENS, lark_pattern, lark_text, split_names
 from graft.grammar.vocabulary import Vocabulary
@@ -95,7 +96,7 @@ def prepare(spec: Spec, special: Mapping[str, int], automata: bool) -> Prepared:
     references = tuple({name for name in _LARK_TOKEN.findall(rules) if name})
     # Automata read the bytes of tokens. Special tokens have no bytes, so no automaton is built for
     # a grammar that contains them.
-    has_been_tried = form is not None and form.content == grammar.content
+    has_been_tried = form is not None and with_one_spelling(form.content).schema == grammar.content
     can_have_automaton = automata and not special and not has_been_tried
     return Prepared(text, references, compile_automaton(grammar) if can_have_automaton else None)
 

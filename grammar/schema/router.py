@@ -196,10 +196,7 @@ def automaton_form(
         return None
     if key_order == "any" and any(has_orders(part) for _, part in subschemas(form.schema)):
         return None
-    spelled = with_one_spelling(form.schema)
-    if spelled.narrowed and any(_control_character_reasons(form.schema)):
-        return None
-    return AutomatonForm(spelled.schema, form.narrowed + spelled.narrowed)
+    return AutomatonForm(form.schema, form.narrowed)
 
 
 class _Checked(NamedTuple):

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 import numpy as np
 from rule_matcher import RuleMatcher
+from unescaped_matcher import FIRST_BYTE, UnescapedMatcher
 
 from graft.grammar import CompiledGrammar, GrammarSpec, LLGuidanceBackend, Matcher, Vocabulary
 from graft.grammar.automaton.lower import lower
 from graft.grammar.resolve import resolve_for_backend
 
 STOP = 1
-_FIRST_BYTE = 2
 _TEXTS = r"""
 {" ": "," ", " } }} }] ], ": {" ": [" null true false .5 00 10 -1 e+ \u00 \" \n \\ é 日本 😀 name
 type id "id" string "} "] {} [] }}} ]] }, "}} "}] 1, 1} :// 2024- 01 ab abc <a <a> </a> </b> <think>
@@ -58,6 +58,11 @@ def llguidance_matcher(compiled: CompiledGrammar) -> Matcher:
     return _compile_without_automaton(compiled.spec).matcher()
 
 
+def unescaped_matcher(compiled: CompiledGrammar) -> UnescapedMatcher:
+    """Return an `UnescapedMatcher` at the start of a grammar."""
+    return UnescapedMatcher(_compile_without_automaton(compiled.spec), VOCABULARY)
+
+
 def legal_ids(matcher: Matcher) -> list[int]:
     """Return the legal token ids in a matcher's state."""
     row = np.zeros(VOCABULARY.words, np.int32)
@@ -70,6 +75,8 @@ def require_equal_walks(
 ) -> int:
     """Require that an automaton and LLGuidance allow the same tokens along random texts.
 
+    Tokens with escapes are compared as `UnescapedMatcher` does.
+
     With `pieces`, half of the walks consist of these texts where they are legal. Return the number
     of compared mask rows.
     """
@@ -77,18 +84,21 @@ def require_equal_walks(
     generator = random.Random(spec.text)
     rows = 0
     for walk in range(walks):
-        automaton, expected = compiled.matcher(), llguidance_matcher(compiled)
+        automaton, expected = compiled.matcher(), unescaped_matcher(compiled)
         text = b""
         for _ in range(length):
             legal = legal_ids(automaton)
-            _require_equal(legal, legal_ids(expected), text)
+            expected.require_row(legal, text)
+            expected.require_escapes(automaton, text)
             rows += 1
             steps = _piece(expected, pieces, generator) if walk % 2 else []
             if not steps:
                 steps = [_token(legal, generator)]
                 if steps == [STOP]:
                     break
-                assert expected.accept(steps[0])
+                if not expected.accept(steps[0]):
+                    assert not expected.allows_controls
+                    break
             for token in steps:
                 assert automaton.accept(token)
             text += b"".join(VOCABULARY.tokens[token] for token in steps)
@@ -138,14 +148,14 @@ def _token(legal: list[int], generator: random.Random) -> int:
     return generator.choice(preferred or going_on or [STOP])
 
 
-def _piece(matcher: Matcher, pieces: Sequence[str], generator: random.Random) -> list[int]:
+def _piece(matcher: UnescapedMatcher, pieces: Sequence[str], generator: random.Random) -> list[int]:
     """Let a matcher accept the bytes of a legal piece, and return their tokens."""
     for piece in generator.sample(pieces, len(pieces)):
         accepted: list[int] = []
         for byte in piece.encode():
-            if not matcher.accept(_FIRST_BYTE + byte):
+            if not matcher.accept(FIRST_BYTE + byte):
                 break
-            accepted.append(_FIRST_BYTE + byte)
+            accepted.append(FIRST_BYTE + byte)
         if len(accepted) == len(piece.encode()):
             return accepted
         matcher.rollback(len(accepted))

@@ -10,6 +10,7 @@ import pytest
 from automaton_rig import AutomatonRig
 from guide_util import oracle_row
 from reference_round import NOT_READY, READY, bits, chain
+from rule_matcher import RuleMatcher
 from test_automata import (
     BACKEND,
     FIRST_BYTE,
@@ -22,9 +23,10 @@ from test_automata import (
     visiting_texts,
 )
 
-from graft.grammar import GrammarSpec
+from graft.grammar import GrammarSpec, resolve_spec
 from graft.grammar.automaton import device as device_module
 from graft.grammar.automaton.device import table_data
+from graft.grammar.automaton.lower import lower
 from graft.sampling.mode import DraftMode
 
 SLOTS = 16
@@ -63,8 +65,36 @@ def byte_tokens(text):
     return [FIRST_BYTE + byte for byte in text]
 
 
+@functools.cache
+def rule_matcher(spec):
+    return RuleMatcher(lower(resolve_spec(spec, "llguidance")))
+
+
+@functools.cache
+def rule_row(spec, text):
+    """Return the mask row of a slow matcher after a text; None if the text is illegal."""
+    matcher = rule_matcher(spec)
+    node = matcher.after(text)
+    following, ends = matcher.legal(node)
+    if not following and not ends:
+        return None
+    row = np.zeros(32 * VOCABULARY.words, np.uint8)
+    for token, spelled in enumerate(VOCABULARY.tokens):
+        row[token] = bool(spelled) and matcher.is_prefix(spelled, node)
+    row[STOP] = ends
+    return np.packbits(row, bitorder="little").view(np.int32)
+
+
 def oracle(spec, tokens):
-    """Return LLGuidance's mask row after some tokens; None if a token is illegal or the last."""
+    """Return the mask row after some tokens; None if a token is illegal or the last.
+
+    It is LLGuidance's row. For JSON schemas, LLGuidance refuses most escapes, so the row is that of
+    a slow matcher of the schema's rules.
+    """
+    if spec.kind == "json_schema":
+        texts = [VOCABULARY.tokens[token] for token in tokens if token < len(VOCABULARY.tokens)]
+        is_legal = len(texts) == len(tokens) and all(texts)
+        return rule_row(spec, b"".join(texts)) if is_legal else None
     return oracle_row(functools.partial(llguidance_matcher, compiled(spec)), tokens)
 
 
