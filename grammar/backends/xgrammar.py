@@ -16,9 +16,7 @@ import re
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from graft.grammar.backends.base import ending_ids, require_release
 from graft.grammar.backends.xgrammar_regex import convert_pattern, convert_patterns
@@ -34,6 +32,10 @@ from graft.native import _native
 from graft.native.children.process import Call, Setup
 from graft.native.errors import OptionError
 from graft.native.heap import return_free_memory
+
+# Functions import NumPy where they need it, for the reason that `graft.grammar.matcher` states.
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["XGrammarBackend", "check_syntax", "library", "load_native", "tokenizer_info"]
 
@@ -358,6 +360,8 @@ class XGrammarBackend:
     name = "XGrammar"
 
     def __init__(self, vocabulary: Vocabulary):
+        import numpy as np
+
         self.vocabulary = vocabulary
         self._types = library()
         load_native()
@@ -437,6 +441,8 @@ class XGrammarBackend:
 
         These are the stop ids `stops`, and the ids whose bytes can be a part of a UTF-8 text.
         """
+        import numpy as np
+
         acceptable = self._acceptable_texts.copy()
         for stop in stops:
             acceptable[stop // 32] |= np.uint32(1 << stop % 32)
@@ -444,6 +450,8 @@ class XGrammarBackend:
 
     def _bitmask(self, flags: list[bool], ids: Iterable[int] = ()) -> np.ndarray:
         """Return the token bitmask that allows each id `i` with ``flags[i]``, and all `ids`."""
+        import numpy as np
+
         padded = np.zeros(self.vocabulary.words * 32, bool)
         padded[: len(flags)] = flags
         padded[list(ids)] = True

@@ -13,8 +13,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import numpy as np
-
 from graft.grammar.backends.base import BoundedBackend
 from graft.grammar.backends.registry import BACKENDS, make_backend
 from graft.grammar.compile.cache import CACHE_BYTES, GrammarCache, Outcome
@@ -487,6 +485,8 @@ def _require_output(compiled: CompiledGrammar) -> None:
     vocabulary = compiled.backend.vocabulary
     if not (vocabulary.spells_everything and vocabulary.stop_ids):
         return
+    import numpy as np
+
     row = np.zeros(vocabulary.words, np.int32)
     if compiled.matcher().fill(row) and not row.any():
         raise GrammarError(f"{compiled.spec.kind}: allows no output")

@@ -1,22 +1,35 @@
-"""Functions that tests run in child processes. The module imports little to start quickly."""
+"""Functions that tests run in child processes. The module imports little, to start quickly."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import sys
 import time
 
-from graft.grammar.errors import GrammarError
+from graft.native.children.errors import Refusal
 
 kept = []
+
+
+class Refused(Refusal):
+    """A refusal whose type both processes import from this module."""
+
+
+def imported_packages() -> set[str]:
+    return {name.partition(".")[0] for name in sys.modules}
+
+
+def refuse(message: str) -> None:
+    raise Refused(message)
 
 
 def keep_memory(size: int, refuse: bool = False) -> int:
     """Keep `size` bytes like a library that has run out of memory, and return the process id."""
     kept.append(bytearray(b"a" * 4096) * (size // 4096))
     if refuse:
-        raise GrammarError("the grammar needs too much memory")
+        raise Refused("the grammar needs too much memory")
     return os.getpid()
 
 

@@ -53,10 +53,10 @@ def assert_equal_masks(one: CompiledGrammar, other: CompiledGrammar, text: bytes
 
 def test_compile_service_gives_same_masks_as_backend(xgrammar, serve):
     service = serve(timeout_s=600)
-    integers = {"type": "array", "maxItems": 200, "items": {"type": "integer"}}
+    integers = {"type": "array", "maxItems": 40, "items": {"type": "integer"}}
     for spec, text in (
         (GrammarSpec.json_schema(integers), b"[1, -20"),
-        (GrammarSpec.regex("(ab|abc)+[0-9]{2,200}"), b"ababc12"),
+        (GrammarSpec.regex("(ab|abc)+[0-9]{2,40}"), b"ababc12"),
         (GrammarSpec.choice(["true", "ab"]), b"ab"),
         (GrammarSpec.lark('start: "true" | "ab" /[0-9]/'), b"ab7"),
     ):
@@ -200,7 +200,7 @@ def test_compile_thread_survives_system_exit(serve, when):
     assert all(thread.is_alive() for thread in service._fast_queue.threads)
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.full)])
 def test_compile_service_does_not_delay_fast_grammars(serve, count):
     """A slow grammar moves to the slow queue after the time limit of the fast queue."""
     service = serve(SlowBackend, timeout_s=3600)
@@ -243,9 +243,9 @@ def test_compile_service_time_limit(serve, choice, spec):
 
 
 def test_compile_service_memory_limit_fails_one_grammar(serve):
-    service = serve(memory_bytes=1 << 27, timeout_s=600)
+    service = serve(memory_bytes=1 << 28, timeout_s=600)
     large = GrammarSpec.regex("([a-z]x[0-9]|[b-z]y){1000,3000}" * 30)
-    message = r"regex: needs more than 0\.125 GiB of memory"
+    message = r"regex: needs more than 0\.25 GiB of memory"
     with pytest.raises(GrammarError, match=message):
         service.submit(large).result(timeout=300)
     assert service.submit(GrammarSpec.regex("a+")).result(timeout=300).nbytes > 0
@@ -273,7 +273,7 @@ def busy_process_id(service: GrammarService) -> int:
 def test_compile_service_survives_killed_process(serve):
     """The compilation is repeated in a new process."""
     service = serve(SlowBackend)
-    slow = service.submit(sleeping(1.5))
+    slow = service.submit(sleeping(1.2))
     os.kill(busy_process_id(service), signal.SIGKILL)
     assert slow.result(timeout=300).nbytes > 0
 
@@ -527,7 +527,7 @@ def use(i):
     return grammar
 use(0)
 before = resident()
-grammars = [use(i + 1) for i in range(200)]
+grammars = [use(i + 1) for i in range(80)]
 gc.collect()
 print((resident() - before) / sum(grammar.nbytes for grammar in grammars))
 """
