@@ -67,7 +67,7 @@ def legal_ids(matcher: Matcher) -> list[int]:
     """Return the legal token ids in a matcher's state."""
     row = np.zeros(VOCABULARY.words, np.int32)
     assert matcher.fill(row)
-    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+    return np.unpackbits(row.view(np.uint8), bitorder="little").nonzero()[0].tolist()
 
 
 def require_equal_walks(
@@ -144,7 +144,9 @@ def _token(legal: list[int], generator: random.Random) -> int:
     going_on = [token for token in legal if token != STOP]
     chance = generator.random()
     wanted = b'"}],:{[\\<' if chance < 0.4 else b"0123456789-+.eE" if chance < 0.5 else b""
-    preferred = [token for token in going_on if tokens[token][:1] in [bytes([b]) for b in wanted]]
+    preferred = []
+    if wanted:
+        preferred = [token for token in going_on if tokens[token][0] in wanted]
     return generator.choice(preferred or going_on or [STOP])
 
 

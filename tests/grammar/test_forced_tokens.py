@@ -87,7 +87,7 @@ def test_forced_drafts_preserve_target_distribution(device, stream, pytestconfig
 
     The cases include coupled sampling. With --full, 100,000 tokens are sampled per case.
     """
-    samples = 100_000 if pytestconfig.getoption("full") else 40_000
+    samples = 100_000 if pytestconfig.getoption("full") else 16_000
     wrong, values = wrong_twice(device, stream, case, samples)
     assert not wrong, f"p-values {values}"
 

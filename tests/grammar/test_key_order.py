@@ -152,7 +152,7 @@ def test_any_order_accepts_exactly_valid_values(count, seed):
     assert min(outcomes.values()) > 2 * count, outcomes
 
 
-@pytest.mark.parametrize("count", [15, pytest.param(30, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [8, pytest.param(30, marks=pytest.mark.full)])
 def test_any_order_has_no_dead_ends(count):
     """Random legal bytes never lead to a dead end, and complete texts have no duplicate keys."""
     rng = random.Random(3)
@@ -258,10 +258,13 @@ def test_key_order_option():
         GrammarSpec.json_schema(schema, key_order="sorted")
 
 
-def test_any_order_limits_the_number_of_keys():
+@pytest.mark.parametrize(
+    "seeds", [range(40), pytest.param(range(40, 150), marks=pytest.mark.full)], ids=len
+)
+def test_any_order_limits_the_number_of_keys(seeds):
     """Random objects with bounds have the keys that jsonschema allows, and no dead ends."""
     outcomes: collections.Counter[str] = collections.Counter()
-    for seed in range(150):
+    for seed in seeds:
         rng = random.Random(seed)
         names = rng.sample("abc", rng.randint(0, 3))
         schema: dict[str, Any] = {
@@ -291,7 +294,7 @@ def test_any_order_limits_the_number_of_keys():
             text = walk(grammar.matcher(), BYTES, rng)
             assert text is None or valid.is_valid(json.loads(text)), (schema, text)
         outcomes["checked"] += 1
-    assert outcomes["checked"] > 40
+    assert outcomes["checked"] > len(seeds) / 4
 
 
 def test_any_order_of_listed_objects():

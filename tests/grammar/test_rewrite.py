@@ -429,10 +429,13 @@ def test_strings_of_format_regex_are_regular_expressions():
     assert accepted > 300
 
 
-def test_listed_values_are_those_that_jsonschema_accepts():
+@pytest.mark.parametrize(
+    "seeds", [range(120), pytest.param(range(120, 400), marks=pytest.mark.full)], ids=len
+)
+def test_listed_values_are_those_that_jsonschema_accepts(seeds):
     """For schemas that list their values, keywords without an exact form are decided directly."""
     outcomes = collections.Counter()
-    for seed in range(400):
+    for seed in seeds:
         rng = random.Random(seed)
         schema = random_schema(rng)
         if isinstance(schema, bool):
@@ -449,7 +452,7 @@ def test_listed_values_are_those_that_jsonschema_accepts():
             continue
         assert list(map(repr, allowed)) == list(map(repr, expected)), listed
         outcomes["equal"] += 1
-    assert outcomes["equal"] > 250
+    assert outcomes["equal"] > 0.6 * len(seeds)
 
 
 def test_schema_of_listed_values_without_other_exact_form():

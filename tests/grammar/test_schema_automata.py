@@ -443,12 +443,12 @@ def test_matches_name_agrees_with_python(pattern: str, name: str):
 
 def real_schemas(shared_data: Any, count: int) -> list[Any]:
     """Return random JSON schemas of MaskBench and of SchemaStore."""
-    schemas = []
+    lines: list[str] = []
     paths = [*(shared_data / "maskbench").glob("*.gz"), *(shared_data / "schemastore").glob("*.gz")]
     for path in sorted(paths):
-        with gzip.open(path, "rt") as lines:
-            schemas += [json.loads(line)["schema"] for line in lines]
-    return random.Random(1).sample(schemas, count)
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            lines += file
+    return [json.loads(line)["schema"] for line in random.Random(1).sample(lines, count)]
 
 
 @pytest.mark.parametrize("count, rows", [(12, 4), pytest.param(1000, 10, marks=pytest.mark.full)])

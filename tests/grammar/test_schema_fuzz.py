@@ -30,19 +30,19 @@ def check_seeds(
     print(f"seeds {seeds.start} to {seeds.stop - 1}: {dict(statuses)}")
     assert problems == []
     exact = statuses["exact"] + statuses["automaton"] + statuses["only automaton"]
-    assert exact > 0.6 * len(seeds) and statuses["refused"] < 0.25 * len(seeds)
+    assert exact > 0.6 * len(seeds) and statuses["refused"] < 0.3 * len(seeds)
     return statuses
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(100), pytest.param(range(10_000, 20_000), marks=pytest.mark.full)], ids=str
+    "seeds", [range(60), pytest.param(range(10_000, 20_000), marks=pytest.mark.full)], ids=str
 )
 def test_random_schemas_are_enforced_exactly(seeds: range):
     check_seeds(seeds)
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(100, 160), pytest.param(range(30_000, 40_000), marks=pytest.mark.full)], ids=str
+    "seeds", [range(100, 125), pytest.param(range(30_000, 40_000), marks=pytest.mark.full)], ids=str
 )
 def test_automata_of_random_schemas_are_exact(seeds: range):
     statuses = check_seeds(seeds, automata=True)

@@ -28,7 +28,7 @@ from graft.tools.bench.grammar_data import byte_vocabulary, read_schemas
 STATUSES = Path(__file__).parent / "schema_statuses.txt"
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"strict": True}, {"key_order": "any"})
 #: The default run tests every schema whose index is a multiple of this number.
-SAMPLE_STEP = 16
+SAMPLE_STEP = 40
 
 
 @functools.cache

@@ -69,7 +69,8 @@ def key_orders(value: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("key_order", ["schema", "any"])
-def test_json_schema_test_suite(shared_data: Path, key_order: Any):
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.full)])
+def test_json_schema_test_suite(shared_data: Path, step: int, key_order: Any):
     """The schema of each group is either enforced exactly or refused with a reason.
 
     A valid value must be accepted with its keys in every order, or in at least one order if the
@@ -78,7 +79,7 @@ def test_json_schema_test_suite(shared_data: Path, key_order: Any):
     right = 0
     refused = {}
     wrong = []
-    for group in rows_of(shared_data / "json-schema-test-suite" / "draft7.jsonl.gz"):
+    for group in rows_of(shared_data / "json-schema-test-suite" / "draft7.jsonl.gz")[::step]:
         try:
             found = route(group["schema"], draft=7, key_order=key_order)
         except GrammarError as error:
@@ -106,7 +107,7 @@ def test_json_schema_test_suite(shared_data: Path, key_order: Any):
         else:
             right += 1
     assert [entry for entry in wrong if not entry[0].startswith(EXEMPT)] == []
-    assert right >= 240 and len(refused) <= 80, (right, refused)
+    assert right >= 240 // step and len(refused) <= 80 // step, (right, refused)
 
 
 @pytest.mark.parametrize("share, timeout_s", [(6, 3), pytest.param(25, 5, marks=pytest.mark.full)])
