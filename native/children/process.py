@@ -387,8 +387,14 @@ def _spawn(
     numbers = map(str, (os.getpid(), memory_bytes, pipe_fd))
     command = [sys.executable, "-P", "-c", _COMMAND, *numbers, *preload]
     # With lazy binding, the dynamic linker would terminate the process if it had to resolve a
-    # symbol after the memory of the process is exhausted.
-    environment = {**os.environ, "PYTHONPATH": path, "LD_BIND_NOW": "1"}
+    # symbol after the memory of the process is exhausted. On a machine with many processors, the
+    # threads of NumPy's OpenBLAS would take 2.6 GB of the address space that calls may allocate.
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "LD_BIND_NOW": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
 
     def start() -> subprocess.Popen[bytes]:
         null = subprocess.DEVNULL

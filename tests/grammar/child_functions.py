@@ -21,6 +21,14 @@ def imported_packages() -> set[str]:
     return {name.partition(".")[0] for name in sys.modules}
 
 
+def threads_of_numpy() -> int:
+    """Import NumPy, and return the number of threads of the process."""
+    import numpy as np
+
+    assert np.ones(2) @ np.ones(2) == 2
+    return len(os.listdir("/proc/self/task"))
+
+
 def refuse(message: str) -> None:
     raise Refused(message)
 

@@ -60,6 +60,11 @@ def test_child_process_reports_other_exceptions_as_lost(child):
     assert child.call(Call("math:sqrt", (9.0,))) == 3.0  # in a new process
 
 
+def test_child_process_starts_no_threads_of_numpy(child):
+    """With a thread per processor, NumPy would exhaust the memory limit on large machines."""
+    assert child.call(Call("child_functions:threads_of_numpy", ())) == 1
+
+
 def test_child_process_time_limit(child):
     child.call(Call("builtins:bool", ()))
     start = time.monotonic()
