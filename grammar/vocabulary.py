@@ -14,7 +14,20 @@ import tokenizers
 
 from graft.grammar.errors import GrammarError
 
-__all__ = ["Vocabulary", "byte_level_bytes"]
+__all__ = [
+    "FIRST_SPECIAL_TOKEN",
+    "LAST_CODE",
+    "Vocabulary",
+    "byte_level_bytes",
+    "special_token_bytes",
+]
+
+#: First byte that UTF-8 never uses, except for 0xC0 and 0xC1.
+_FIRST_UNUSED_BYTE = 0xF5
+#: Code with which automata read the special token 0. Its first byte is `_FIRST_UNUSED_BYTE`.
+FIRST_SPECIAL_TOKEN = 0x140000
+#: Last code that four bytes can express.
+LAST_CODE = 0x1FFFFF
 
 
 class Vocabulary:
@@ -94,6 +107,23 @@ class Vocabulary:
         return utf8_bytes <= single_bytes
 
     @functools.cached_property
+    def automaton_tokens(self) -> tuple[bytes, ...]:
+        """The bytes that automata read for each token.
+
+        A special token that grammars can name has no text; automata read the bytes that
+        `special_token_bytes` returns for its id. Other tokens with the first of these bytes are
+        part of no text, so they have no bytes here; otherwise, they could spell a special token.
+        """
+        tokens = [
+            b"" if max(token, default=0) >= _FIRST_UNUSED_BYTE else token for token in self.tokens
+        ]
+        tokens += [b""] * (self.size - len(tokens))
+        for token in self.names.values():
+            if not self.is_text(token) and token not in self.stop_ids:
+                tokens[token] = special_token_bytes(token)
+        return tuple(tokens)
+
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of all data of the vocabulary. Equal vocabularies have equal fingerprints."""
         names = sorted(self.names.items())
@@ -150,6 +180,18 @@ class Vocabulary:
             # An added token that is not special is decoded in the same way as any other piece.
             tokens[added["id"]] = b"" if added.get("special") else to_bytes(added["content"])
         return cls(tokens, size, stop_ids, names)
+
+
+def special_token_bytes(token: int) -> bytes:
+    """Return the bytes that automata read for a special token; empty if its id is too large.
+
+    The bytes are those of the code `FIRST_SPECIAL_TOKEN` + `token` if UTF-8 is continued to all
+    codes that four bytes can express.
+    """
+    code = FIRST_SPECIAL_TOKEN + token
+    if code > LAST_CODE:
+        return b""
+    return bytes([0xF0 | code >> 18, *(0x80 | code >> shift & 0x3F for shift in (12, 6, 0))])
 
 
 def _read_tokenizer(source: tokenizers.Tokenizer | str | Path) -> dict[str, Any]:

@@ -188,17 +188,16 @@ class DeviceAutomata:
         self._slot_tables: dict[int, _Table] = {}
 
     def _upload_tokens(self, vocabulary: Vocabulary) -> None:
-        closing = [any(byte in token for byte in _CLOSING_BYTES) for token in vocabulary.tokens]
+        tokens = vocabulary.automaton_tokens
+        closing = [any(byte in token for byte in _CLOSING_BYTES) for token in tokens]
         row = np.zeros(32 * vocabulary.words, np.uint8)
         row[: len(closing)] = closing
         self._closing = self._device.from_host(np.packbits(row, bitorder="little").view(np.uint32))
         # Each entry that a token pushes has an opening bracket in the token's text.
-        self._most_pushes = max(
-            (sum(map(token.count, _OPENING_BYTES)) for token in vocabulary.tokens), default=0
-        )
-        lengths = np.array([len(token) for token in vocabulary.tokens], np.int32)
+        self._most_pushes = max(sum(map(token.count, _OPENING_BYTES)) for token in tokens)
+        lengths = np.array([len(token) for token in tokens], np.int32)
         offsets = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
-        text = np.frombuffer(b"".join(vocabulary.tokens) or b"\0", np.uint8)
+        text = np.frombuffer(b"".join(tokens), np.uint8)
         self._offsets = self._device.from_host(offsets)
         self._bytes = self._device.from_host(text)
         self._num_tokens = len(lengths)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graft.grammar.automaton.ebnf import lower_ebnf
@@ -21,6 +21,8 @@ from graft.grammar.regular.expression import (
 from graft.grammar.regular.regex import ANY, MAX_COUNT, NoAutomaton, lower_regex
 from graft.grammar.resolve import ResolvedGrammar
 from graft.grammar.structural.formats import Format
+from graft.grammar.structural.lark import NO_TOKENS, split_names
+from graft.grammar.vocabulary import FIRST_SPECIAL_TOKEN, LAST_CODE
 from graft.native import _native
 
 __all__ = ["MAX_STATES", "compile_automaton", "lower"]
@@ -38,27 +40,32 @@ _ANY_CHARACTER = characters(ANY)
 _ANY_TEXT = repeat(_ANY_CHARACTER, 0, None)
 
 
-def compile_automaton(grammar: ResolvedGrammar) -> bytes | None:
+def compile_automaton(
+    grammar: ResolvedGrammar, special: Mapping[str, int] = NO_TOKENS
+) -> bytes | None:
     """Compile a grammar in LLGuidance's form to an automaton, and return it serialized.
 
-    Return None if no automaton is known for the grammar, or if the automaton would be too large.
-    The size of the rules and the work are limited, so the function may run on untrusted grammars.
+    `special` contains ids of special tokens by name; see `lower`. Return None if no automaton is
+    known for the grammar, or if the automaton would be too large. The size of the rules and the
+    work are limited, so the function may run on untrusted grammars.
     """
     try:
-        return bytes(_native.guide.compile_automaton(lower(grammar), MAX_STATES))
+        return bytes(_native.guide.compile_automaton(lower(grammar, special), MAX_STATES))
     except RecursionError:  # the schema is nested more deeply than this function can read
         return None
     except ValueError:  # NoAutomaton, or the automaton exceeds a limit or allows no text
         return None
 
 
-def lower(grammar: ResolvedGrammar) -> list[Rule]:
+def lower(grammar: ResolvedGrammar, special: Mapping[str, int] = NO_TOKENS) -> list[Rule]:
     """Return rules that match exactly the texts that LLGuidance allows for a grammar.
 
     The strings of JSON schemas can also contain escapes that LLGuidance does not allow; see
     `graft.grammar.automaton.strings`.
 
-    Raise `NoAutomaton` if graft cannot lower the grammar.
+    `special` contains ids of special tokens by name. Where the begin, end or trigger text of a tag
+    in a structural format contains such a name, the name and the token are both legal. Raise
+    `NoAutomaton` if graft cannot lower the grammar.
     """
     kind = grammar.spec.kind
     rules = Rules()
@@ -72,8 +79,8 @@ def lower(grammar: ResolvedGrammar) -> list[Rule]:
     if kind == "json_schema" and not grammar.rules:
         return rules.finish(schemas.lower(grammar.content))
     if kind == "structural_format":
-        return rules.finish(_FormatLowering(schemas).lower(grammar.content))
-    if kind == "structural_tag":
+        return rules.finish(_FormatLowering(schemas, special).lower(grammar.content))
+    if kind == "structural_tag" and not special:
         return rules.finish(_lower_tags(grammar.content, schemas))
     raise NoAutomaton(f"grammars of kind {kind!r} have no lowering")
 
@@ -81,17 +88,20 @@ def lower(grammar: ResolvedGrammar) -> list[Rule]:
 class _FormatLowering:
     """Lowers structural formats; `schemas` lowers their schemas.
 
+    `special` contains ids of special tokens by name.
+
     The parameter `ends` of the methods contains the texts that end the tag around a format. Free
     text ends at the first of them.
     """
 
-    def __init__(self, schemas: SchemaLowering):
+    def __init__(self, schemas: SchemaLowering, special: Mapping[str, int]):
         self._schemas = schemas
+        self._special = special
 
     def lower(self, form: Format, ends: Sequence[str] = ()) -> Expression:
         """Return the expression of a format.
 
-        Raise `NoAutomaton` if the format contains special tokens or parts that cannot be lowered.
+        Raise `NoAutomaton` if a part of the format cannot be lowered.
         """
         kind = form["type"]
         if kind == "const_string":
@@ -127,7 +137,9 @@ class _FormatLowering:
             free = _free_text([*form["triggers"], *form["excludes"], *ends])
             return _with_parts(free, tags, form["at_least_one"], form["stop_after_first"])
         if kind == "dispatch":
-            parts = [concat([text(trigger), self.lower(part)]) for trigger, part in form["rules"]]
+            parts = []
+            for trigger, part in form["rules"]:
+                parts.append(concat([self._spelled(trigger), self.lower(part)]))
             triggers = [trigger for trigger, _ in form["rules"]]
             free = _free_text([*triggers, *form["excludes"], *ends])
             return _with_parts(free, parts, False, not form["loop"])
@@ -136,8 +148,22 @@ class _FormatLowering:
     def _tag(self, form: Format) -> Expression:
         begin, end = form["begin"], form["end"]
         if not isinstance(begin, str) or not isinstance(end, list):
-            raise NoAutomaton("tags with special tokens have no lowering")
-        return concat([text(begin), self.lower(form["content"], end), union(map(text, end))])
+            raise NoAutomaton("tags that begin or end with a token by id have no lowering")
+        content = self.lower(form["content"], end)
+        return concat([self._spelled(begin), content, union(map(self._spelled, end))])
+
+    def _spelled(self, value: str) -> Expression:
+        """Return the expression of a text in which special tokens may replace their names."""
+        parts = []
+        for part, is_name in split_names(value, self._special):
+            options = [text(part)]
+            if is_name:
+                code = FIRST_SPECIAL_TOKEN + self._special[part]
+                if code > LAST_CODE:
+                    raise NoAutomaton(f"the id of the special token {part!r} is too large")
+                options.append(characters([(code, code)]))
+            parts.append(union(options))
+        return concat(parts)
 
 
 def _lower_tags(document: dict[str, Any], schemas: SchemaLowering) -> Expression:

@@ -94,11 +94,10 @@ def prepare(spec: Spec, special: Mapping[str, int], automata: bool) -> Prepared:
     if spec.kind != "json_schema":  # the router has already checked JSON schemas
         _check_text(spec, text)
     references = tuple({name for name in _LARK_TOKEN.findall(rules) if name})
-    # Automata read the bytes of tokens. Special tokens have no bytes, so no automaton is built for
-    # a grammar that contains them.
     has_been_tried = form is not None and with_one_spelling(form.content).schema == grammar.content
-    can_have_automaton = automata and not special and not has_been_tried
-    return Prepared(text, references, compile_automaton(grammar) if can_have_automaton else None)
+    if not automata or has_been_tried:
+        return Prepared(text, references, None)
+    return Prepared(text, references, compile_automaton(grammar, special))
 
 
 @functools.cache
@@ -320,7 +319,7 @@ class LLGuidanceBackend:
     @functools.cached_property
     def _trie(self) -> Any:
         """Trie of the tokens' bytes, from which automata compute mask rows."""
-        tokens = self.vocabulary.tokens
+        tokens = self.vocabulary.automaton_tokens
         lengths = [len(token) for token in tokens]
         return _native.guide.TokenTrie(lengths, b"".join(tokens), self.vocabulary.size)
 

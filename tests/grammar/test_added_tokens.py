@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gzip
 import importlib.util
+import random
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models
 
-from graft.grammar import GrammarSpec, StructuralTag, Vocabulary, make_backend
+from graft.grammar import GrammarSpec, LLGuidanceBackend, StructuralTag, Vocabulary, make_backend
 from graft.grammar.forced import ForcedTokens
 from graft.grammar.matcher import GrammarBackend
 
@@ -87,6 +88,12 @@ def vocabulary(tokenizer) -> Vocabulary:
 def llguidance(tokenizer) -> GrammarBackend:
     pytest.importorskip("llguidance")
     return backend_of(tokenizer, "llguidance")
+
+
+@pytest.fixture(scope="module")
+def without_automata(vocabulary) -> GrammarBackend:
+    pytest.importorskip("llguidance")
+    return LLGuidanceBackend(vocabulary, automata=False)
 
 
 @pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
@@ -267,6 +274,44 @@ SPECIAL_TAGS = {
         ["@a", "$$", '@{"s": "@"}'],
     ),
 }
+
+
+@pytest.mark.parametrize("name", SPECIAL_TAGS)
+@pytest.mark.full("cl100k")
+def test_automaton_with_special_tokens_has_masks_of_llguidance(
+    vocabulary, llguidance, without_automata, name
+):
+    """Along random texts, an automaton and LLGuidance allow the same tokens."""
+    grammar, *_ = SPECIAL_TAGS[name]
+    is_format = isinstance(grammar, dict)
+    spec = GrammarSpec.structural_format(grammar) if is_format else grammar
+    compiled = llguidance.compile(spec)
+    assert (compiled.automaton is not None) == is_format
+    expected = without_automata.compile(spec)
+    generator = random.Random(name)
+    stops = set(vocabulary.stop_ids)
+    special = {t for t in vocabulary.names.values() if not vocabulary.is_text(t)} - stops
+    text_of = [*vocabulary.tokens, *[b""] * (vocabulary.size - len(vocabulary.tokens))]
+    found = 0
+    for _ in range(30):
+        matchers = compiled.matcher(), expected.matcher()
+        for _ in range(40):
+            # The automaton allows more escapes in strings.
+            legal, others = (
+                [token for token in matcher.legal().tolist() if b"\\" not in text_of[token]]
+                for matcher in matchers
+            )
+            assert legal == others
+            going_on = [token for token in legal if token not in stops]
+            if not going_on:
+                break
+            named = [token for token in going_on if token in special]
+            # Prefer the bytes of JSON's syntax, so that values end.
+            ending = [token for token in going_on if vocabulary.tokens[token] in (b'"', b"}")]
+            token = generator.choice(generator.choice([going_on, named, ending]) or going_on)
+            found += token in special
+            assert all(matcher.accept(token) for matcher in matchers)
+    assert found > 20
 
 
 @pytest.mark.parametrize("name", SPECIAL_TAGS)

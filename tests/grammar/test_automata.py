@@ -281,15 +281,23 @@ def test_structural_format_automaton_has_masks_of_llguidance(name):
     require_equal_masks(GrammarSpec.structural_format(FORMATS[name]))
 
 
-def test_structural_format_with_special_tokens_has_no_automaton():
-    """An automaton reads bytes, and special tokens have none."""
-    tokens = [bytes([byte]) for byte in range(256)] + [b"", b""]
-    vocabulary = Vocabulary(tokens, 258, [256], {"<a>": 257})
-    spec = GrammarSpec.structural_format(tag("<a>", OBJECT, ""))
+@pytest.mark.parametrize("token", [257, 0xBFFFF, 0xC0000])
+def test_special_token_of_structural_format_counts_in_distance(token):
+    """Automata cannot read special tokens with very large ids."""
+    tokens = [bytes([byte]) for byte in range(256)] + [b""]
+    vocabulary = Vocabulary(tokens, token + 1, [256], {"<tag>": token})
+    spec = GrammarSpec.structural_format(tag("<tag>", OBJECT, "<tag>"))
     compiled = LLGuidanceBackend(vocabulary).compile(spec)
-    assert compiled.automaton is None
-    assert all(map(compiled.matcher().accept, [257, *b'{"a": 1}', 256]))
-    assert BACKEND.compile(spec).automaton is not None
+    assert (compiled.automaton is None) == (token == 0xC0000)
+    path = [token, *b'{"a": 1}', token]
+    assert all(map(compiled.matcher().accept, [*path, 256]))
+    if compiled.automaton is None:
+        return
+    matcher = compiled.matcher()
+    for left in range(len(path), 0, -1):
+        assert matcher.distance() == left + 1  # and the stop id
+        assert matcher.accept(path[-left])
+    assert matcher.distance() == 1
 
 
 def real_schemas(shared_data, every):

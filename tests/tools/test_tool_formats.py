@@ -138,8 +138,6 @@ NOTATIONS = {
     "qwen3_coder": (qwen3_coder, "\n".join),
     "pythonic": (pythonic, lambda calls: f"[{', '.join(call[1:-1] for call in calls)}]"),
 }
-#: Notations in which a model cannot write calls that are required.
-ONLY_AUTO = ("llama3_json/python_tag",)
 
 
 @pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
@@ -186,8 +184,6 @@ def test_grammar_of_calls_allows_what_the_schemas_allow(backend, notation):
     assert in_text(join([write(*call) for call in CALLS]))
     for text in ("", "so it is", '{"name": "Rome", "size": [1]}', "東京 <b>[1, 2]</b>"):
         assert in_text(text)
-    if notation in ONLY_AUTO:
-        return
     one = accepter(backend, form, tool_choice="required", parallel_tool_calls=False)
     several = accepter(backend, form, tool_choice="required")
     for call in CALLS:
@@ -205,8 +201,7 @@ def test_grammar_allows_one_call_without_parallel_calls(backend, notation):
     form = notation.split("/")[0]
     write, join = NOTATIONS[notation]
     named = {"type": "function", "function": {"name": "town"}}
-    choices = ["auto"] if notation in ONLY_AUTO else ["auto", "required", named]
-    for choice in choices:
+    for choice in ("auto", "required", named):
         fields = {"tool_choice": choice, "parallel_tool_calls": False}
         accepts = accepter(backend, form, **fields)
         calls = [write(*call) for call in CALLS[:2]]
@@ -227,8 +222,7 @@ def test_special_tokens_are_legal_instead_of_their_names_in_calls(notation):
     names = {name: STOP + 1 + i for i, name in enumerate(markers)}
     tokens = [bytes([byte]) for byte in range(256)] + [b""] * (len(names) + 1)
     backend = make_backend("llguidance", Vocabulary(tokens, len(tokens), [STOP], names))
-    choices = ["auto"] if notation in ONLY_AUTO else ["auto", "required"]
-    for choice, parallel in itertools.product(choices, (True, False)):
+    for choice, parallel in itertools.product(("auto", "required"), (True, False)):
         fields = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": parallel}
         output = TOOL_FORMATS[form].output(chosen_tools(fields))
         compiled = backend.compile(GrammarSpec.structural_format(output))
@@ -414,8 +408,6 @@ UNTYPED = [
 def test_arguments_are_an_object_also_if_the_schema_has_no_type(backend, notation, choice):
     form = notation.split("/")[0]
     write, join = NOTATIONS[notation]
-    if choice == "required" and notation in ONLY_AUTO:
-        return
     for schema in UNTYPED:
         tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
         accepts = accepter(backend, form, tools=tools, tool_choice=choice)

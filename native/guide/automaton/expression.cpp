@@ -8,7 +8,8 @@ namespace {
 
 constexpr int32_t kMaxNesting = 500;
 
-// Writes the UTF-8 bytes of a character and returns their number.
+// Writes the UTF-8 bytes of a character and returns their number. Codes above U+10FFFF, which stand
+// for special tokens, have four bytes, too.
 int encode_utf8(uint32_t character, std::array<uint8_t, 4>* out) {
   const auto tail = [character](int shift) {
     return static_cast<uint8_t>(0x80 | (character >> shift & 0x3F));
@@ -107,7 +108,7 @@ void ExpressionTree::check_operands(Node* node) {
       return;
     case Op::kSet:
       for (int32_t count = read(0); count > 0; --count) {
-        if (read(read(0)) > 0x10FFFF) fail();
+        if (read(read(0)) > 0x1FFFFF) fail();
       }
       return;
     case Op::kConcat:

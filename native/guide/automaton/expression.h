@@ -6,7 +6,8 @@
 //
 // An expression is a program in postfix notation. It consists of operations with their operands:
 //   0                           the empty text
-//   1, n, low_1, high_1, ...    one character from n ranges
+//   1, n, low_1, high_1, ...    one character from n ranges; codes above U+10FFFF, which no text
+//                               contains, are those of special tokens
 //   2, n                        the last n expressions, one after the other
 //   3, n                        one of the last n expressions
 //   4, min, max                 the last expression, repeated; max -1 means no limit

@@ -70,11 +70,8 @@ class Llama3Json(ToolFormat):
         return one_of([tagged, _function_tags(tools)])
 
     def required_calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of calls without ``<|python_tag|>``.
-
-        A grammar that names a special token has no automaton, so its outputs could be incomplete.
-        """
-        return one_of([_objects(tools), _function_tags(tools)])
+        """Return the structural format of calls, which can also be JSON objects without a tag."""
+        return one_of([_objects(tools), self.calls(tools)])
 
     def parse(self, source: TextSource, tools: ToolChoice) -> Steps[None]:
         names = {_function_tag(function): function["name"] for function in tools.functions}
