@@ -14,8 +14,8 @@ import pytest
 from guide_util import BYTES, accepts
 
 from graft.grammar import GrammarError, GrammarSpec, LLGuidanceBackend
-from graft.grammar.backends import llguidance_ebnf
 from graft.grammar.backends.llguidance_ebnf import lark_grammar
+from graft.grammar.regular import lexer
 from graft.grammar.regular.ebnf import parse_ebnf
 
 ALPHABET = "abc"
@@ -209,7 +209,7 @@ def test_ebnf_terminals_with_many_states_are_split(backend, monkeypatch):
     whole = lark_grammar(text, "root")
     for limit in ("_MAX_STATES", "_MAX_STEPS", "_MAX_POSITIONS"):
         with monkeypatch.context() as patch:
-            patch.setattr(llguidance_ebnf, limit, 5)
+            patch.setattr(lexer, limit, 5)
             split = lark_grammar(text, "root")
             assert split != whole
             compiled = backend.compile(GrammarSpec.ebnf(text))
@@ -236,7 +236,7 @@ def test_ebnf_options_without_finite_text_are_never_begun(backend, rest):
 def test_ebnf_translation_counts_few_connections(backend, string):
     """On average, a position has at most four successors; the time grows with their number."""
     node = parse_ebnf(f"root ::= {string}", "root")["root"]
-    positions = llguidance_ebnf._Positions.of(node)
+    positions = lexer._Positions.of(node)
     connections = sum(map(len, positions.following))
     assert connections <= 4 * len(positions.following)
     compiled = backend.compile(GrammarSpec.ebnf(f'root ::= "(" root ")" | "<" {string} ">"'))
