@@ -258,6 +258,12 @@ class _Following:
             self._pass_down(node.part, _union(again, after))
 
 
+def _first_bytes(ranges: Ranges) -> frozenset[int]:
+    """Return the first bytes of some characters in UTF-8, and maybe bytes that begin none."""
+    ends = ((chr(c).encode(errors="surrogatepass")[0] for c in pair) for pair in ranges)
+    return frozenset(byte for low, high in ends for byte in range(low, high + 1))
+
+
 def _union(first: Ranges, second: Ranges) -> Ranges:
     return first if first == second else normalized([*first, *second])
 
@@ -281,6 +287,9 @@ class _Lexer:
         self._classes: list[Ranges] = [
             ((low, high - 1),) for low, high in itertools.pairwise(ordered)
         ]
+        # The lexer reads bytes: it extends a terminal if only the first byte of a character fits.
+        self._class_bytes = list(map(_first_bytes, self._classes))
+        self._following_bytes = list(map(_first_bytes, self._following))
 
     def conflicts(self) -> set[Node]:
         """Return the terminals that the lexer might extend where another terminal should begin.
@@ -312,7 +321,8 @@ class _Lexer:
                     by_class.setdefault(index, set()).add((terminal, position))
                     steps += 1
             for index, reached in by_class.items():
-                if any(index in classes_of(self._following[terminal]) for terminal in ended):
+                first = self._class_bytes[index]
+                if any(first & self._following_bytes[terminal] for terminal in ended):
                     found |= {self._terminals[terminal] for terminal, _ in reached}
                     continue
                 state = frozenset(reached)
