@@ -3,16 +3,7 @@
 from __future__ import annotations
 
 from graft.grammar.automaton.schema import Rules
-from graft.grammar.regular.ebnf import (
-    Choice,
-    Node,
-    Repeat,
-    Rule,
-    Sequence,
-    Set,
-    parse_ebnf,
-    references_from,
-)
+from graft.grammar.regular.ebnf import parse_ebnf, references_from
 from graft.grammar.regular.expression import (
     MAX_EXPRESSION,
     Expression,
@@ -22,6 +13,7 @@ from graft.grammar.regular.expression import (
     repeat,
     union,
 )
+from graft.grammar.regular.nodes import Choice, Node, Repeat, Rule, Sequence, Set
 from graft.grammar.regular.regex import MAX_COUNT, NoAutomaton
 
 __all__ = ["lower_ebnf"]

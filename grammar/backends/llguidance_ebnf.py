@@ -17,19 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from graft.grammar.errors import GrammarError
-from graft.grammar.regular.ebnf import (
-    Choice,
-    Node,
-    Repeat,
-    Rule,
-    Sequence,
-    Set,
-    children,
-    parse_ebnf,
-    references,
-    references_from,
-)
+from graft.grammar.regular.ebnf import parse_ebnf, references, references_from
 from graft.grammar.regular.lexer import conflicts, is_nullable
+from graft.grammar.regular.nodes import Choice, Node, Repeat, Rule, Sequence, Set, children
 from graft.grammar.schema.llguidance_options import literal
 
 __all__ = ["lark_grammar"]

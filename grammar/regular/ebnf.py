@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from graft.grammar.errors import GrammarError
 from graft.grammar.regular.expression import MAX_CHARACTER, complement
+from graft.grammar.regular.nodes import (
+    Choice,
+    Node,
+    Repeat,
+    Rule,
+    Sequence,
+    Set,
+    children,
+    normalized,
+)
 
-__all__ = [
-    "Choice",
-    "Node",
-    "Ranges",
-    "Repeat",
-    "Rule",
-    "Sequence",
-    "Set",
-    "children",
-    "normalized",
-    "parse_ebnf",
-    "references",
-    "references_from",
-]
-
-#: Sorted ranges of characters that neither overlap nor touch.
-Ranges = tuple[tuple[int, int], ...]
+__all__ = ["parse_ebnf", "references", "references_from"]
 
 _TOKEN = re.compile(
     r"""(?P<space>(?:\s|\#[^\n]*)+)
@@ -45,47 +38,6 @@ _CHARACTER = re.compile(
 )
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "b": "\b", "a": "\a", "0": "\0"}
 _COUNTS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
-_SURROGATES = (0xD800, 0xDFFF)
-
-
-@dataclass(frozen=True)
-class Set:
-    """A node that matches one character of the given ranges."""
-
-    ranges: Ranges
-
-
-@dataclass(frozen=True)
-class Sequence:
-    """A node that matches its parts one after the other; without parts, the empty text."""
-
-    parts: tuple[Node, ...]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A node that matches one of several options."""
-
-    options: tuple[Node, ...]
-
-
-@dataclass(frozen=True)
-class Repeat:
-    """A node that matches `low` to `high` repetitions of a part; no maximum if `high` is None."""
-
-    part: Node
-    low: int
-    high: int | None
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A reference to a rule. It matches the texts of the rule."""
-
-    name: str
-
-
-Node = Set | Sequence | Choice | Repeat | Rule
 
 
 def parse_ebnf(text: str, root: str) -> dict[str, Node]:
@@ -256,28 +208,6 @@ class _Parser:
     def _syntax_error(self, what: str, found: str, position: int) -> GrammarError:
         line = self._text.count("\n", 0, position) + 1
         return _error(f"line {line}: {what} {found[:40]!r}")
-
-
-def normalized(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return the ranges, sorted and merged, without surrogates, which UTF-8 cannot encode."""
-    pieces = []
-    for low, high in ranges:
-        pieces += [(low, min(high, _SURROGATES[0] - 1)), (max(low, _SURROGATES[1] + 1), high)]
-    joined: list[tuple[int, int]] = []
-    for low, high in sorted(piece for piece in pieces if piece[0] <= piece[1]):
-        if joined and low <= joined[-1][1] + 1:
-            joined[-1] = (joined[-1][0], max(high, joined[-1][1]))
-        else:
-            joined.append((low, high))
-    return tuple(joined)
-
-
-def children(node: Node) -> tuple[Node, ...]:
-    if isinstance(node, Sequence):
-        return node.parts
-    if isinstance(node, Choice):
-        return node.options
-    return (node.part,) if isinstance(node, Repeat) else ()
 
 
 @functools.lru_cache(maxsize=4096)

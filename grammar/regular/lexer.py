@@ -10,7 +10,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from graft.grammar.regular.ebnf import (
+from graft.grammar.regular.expression import MAX_CHARACTER
+from graft.grammar.regular.nodes import (
     Choice,
     Node,
     Ranges,
@@ -21,7 +22,6 @@ from graft.grammar.regular.ebnf import (
     children,
     normalized,
 )
-from graft.grammar.regular.expression import MAX_CHARACTER
 
 __all__ = ["conflicts", "is_nullable"]
 

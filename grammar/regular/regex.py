@@ -26,6 +26,7 @@ from graft.grammar.regular.expression import (
     repeat,
     union,
 )
+from graft.grammar.regular.nodes import Anchor, Choice, Node, Repeat, Sequence, Set
 from graft.grammar.regular.unicode_classes import category_ranges, digit_ranges, word_ranges
 
 __all__ = [
@@ -94,41 +95,6 @@ _GROUP_NAME = re.compile(r"P?<[A-Za-z_][A-Za-z0-9_.\[\]]*>")
 _FOLDED = {"k": 0x212A, "s": 0x017F}
 
 
-class _Set(NamedTuple):
-    """A node that matches one character."""
-
-    ranges: Ranges
-
-
-class _Sequence(NamedTuple):
-    """A node that matches its parts one after the other."""
-
-    parts: list[_Node]
-
-
-class _Choice(NamedTuple):
-    """A node that matches one of its options."""
-
-    options: list[_Node]
-
-
-class _Repeat(NamedTuple):
-    """A node that matches repetitions of a part; without a maximum if `high` is None."""
-
-    part: _Node
-    low: int
-    high: int | None
-
-
-class _Anchor(NamedTuple):
-    """A node that matches the empty text at the start (``^``) or at the end (``$``)."""
-
-    at_end: bool
-
-
-_Node = _Set | _Sequence | _Choice | _Repeat | _Anchor
-
-
 def lower_regex(
     pattern: str,
     one_of: Callable[[Ranges], Expression] = characters,
@@ -177,39 +143,39 @@ def has_alternatives(pattern: str) -> bool:
     return False
 
 
-def _anchors(node: _Node, at_start: bool, at_end: bool) -> tuple[bool, bool]:
+def _anchors(node: Node, at_start: bool, at_end: bool) -> tuple[bool, bool]:
     """Return whether matches of a node are anchored to the start and to the end of the text.
 
     `at_start` and `at_end` say whether the node is the first and the last part of the pattern. A
     choice counts as anchored if one of its options is.
     """
-    if isinstance(node, _Anchor):
+    if isinstance(node, Anchor):
         return not node.at_end, node.at_end
-    if isinstance(node, _Choice):
+    if isinstance(node, Choice):
         options = [_anchors(option, at_start, at_end) for option in node.options]
         return any(start for start, _ in options), any(end for _, end in options)
-    if isinstance(node, _Sequence) and node.parts:
+    if isinstance(node, Sequence) and node.parts:
         last = len(node.parts) - 1
         start = _anchors(node.parts[0], at_start, at_end and last == 0)[0]
         return start, _anchors(node.parts[-1], at_start and last == 0, at_end)[1]
     return False, False
 
 
-def _lengths(node: _Node, at_start: bool, at_end: bool) -> tuple[int, int | None]:
+def _lengths(node: Node, at_start: bool, at_end: bool) -> tuple[int, int | None]:
     """Return the numbers of characters of the shortest and the longest match of a node.
 
     `at_start` and `at_end` are as in `_anchors`. If one option is anchored and another one is not,
     the longest match is unlimited (None).
     """
-    if isinstance(node, _Set):
+    if isinstance(node, Set):
         return 1, 1
-    if isinstance(node, _Anchor):
+    if isinstance(node, Anchor):
         return 0, 0
-    if isinstance(node, _Repeat):
+    if isinstance(node, Repeat):
         low, high = _lengths(node.part, False, False)
         unlimited = high is None or node.high is None
         return low * node.low, None if unlimited or high == 0 else (high or 0) * (node.high or 0)
-    if isinstance(node, _Sequence):
+    if isinstance(node, Sequence):
         last = len(node.parts) - 1
         found = [
             _lengths(part, at_start and index == 0, at_end and index == last)
@@ -219,6 +185,7 @@ def _lengths(node: _Node, at_start: bool, at_end: bool) -> tuple[int, int | None
         for _, high in found:
             total = None if total is None or high is None else total + high
         return sum(low for low, _ in found), total
+    assert isinstance(node, Choice)
     found = [_lengths(option, at_start, at_end) for option in node.options]
     anchors = [_anchors(option, at_start, at_end) for option in node.options]
     longest = [high for _, high in found]
@@ -239,7 +206,7 @@ class _Writer:
         self._anything = anything
 
     def search(
-        self, node: _Node, at_start: bool, at_end: bool, before: bool, after: bool
+        self, node: Node, at_start: bool, at_end: bool, before: bool, after: bool
     ) -> Expression:
         """Write a node, with any text `before` and `after` it."""
         assert self._anything is not None
@@ -250,22 +217,23 @@ class _Writer:
             parts.append(self._anything)
         return concat(parts)
 
-    def write(self, node: _Node, at_start: bool, at_end: bool) -> Expression:
+    def write(self, node: Node, at_start: bool, at_end: bool) -> Expression:
         """Write a node; `at_start` and `at_end` are as in `_anchors`."""
-        if isinstance(node, _Set):
+        if isinstance(node, Set):
             return self._one_of(node.ranges)
-        if isinstance(node, _Repeat):
+        if isinstance(node, Repeat):
             return repeat(self.write(node.part, False, False), node.low, node.high)
-        if isinstance(node, _Sequence):
+        if isinstance(node, Sequence):
             last = len(node.parts) - 1
             return concat(
                 self.write(part, at_start and index == 0, at_end and index == last)
                 for index, part in enumerate(node.parts)
             )
-        if isinstance(node, _Anchor):
+        if isinstance(node, Anchor):
             if not (at_end if node.at_end else at_start):
                 raise NoAutomaton("anchors inside a pattern are not supported")
             return EMPTY
+        assert isinstance(node, Choice)
         if self._anything is None or not (at_start or at_end):
             return union(self.write(option, at_start, at_end) for option in node.options)
         # If another option has an anchor, an option without it can match anywhere.
@@ -298,7 +266,7 @@ class _Parser:
         self._nesting = 0
         self._flags = _Flags()
 
-    def parse(self) -> _Node:
+    def parse(self) -> Node:
         node = self._alternatives()
         if self._position < len(self._pattern):
             raise NoAutomaton(f"unexpected {self._peek()!r}")
@@ -322,32 +290,32 @@ class _Parser:
             self._position += len(text)
         return found
 
-    def _alternatives(self) -> _Node:
+    def _alternatives(self) -> Node:
         options = [self._sequence()]
         while self._skip("|"):
             options.append(self._sequence())
-        return options[0] if len(options) == 1 else _Choice(options)
+        return options[0] if len(options) == 1 else Choice(tuple(options))
 
-    def _sequence(self) -> _Node:
+    def _sequence(self) -> Node:
         parts = []
         while self._peek() and self._peek() not in "|)":
             part = self._repeated()
             if part is not None:
                 parts.append(part)
-        return parts[0] if len(parts) == 1 else _Sequence(parts)
+        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
-    def _repeated(self) -> _Node | None:
+    def _repeated(self) -> Node | None:
         """Read an atom with its repetitions; return None for a change of the flags."""
         part = self._atom()
         while part is not None:
             if self._skip("*"):
-                part = _Repeat(part, 0, None)
+                part = Repeat(part, 0, None)
             elif self._skip("+"):
-                part = _Repeat(part, 1, None)
+                part = Repeat(part, 1, None)
             elif self._skip("?"):
-                part = _Repeat(part, 0, 1)
+                part = Repeat(part, 0, 1)
             elif self._skip("{"):
-                part = _Repeat(part, *self._counts())
+                part = Repeat(part, *self._counts())
             else:
                 return part
             self._skip("?")  # a lazy repetition matches the same texts
@@ -371,31 +339,31 @@ class _Parser:
             raise NoAutomaton("repetition count is missing or too large")
         return int(digits)
 
-    def _atom(self) -> _Node | None:
+    def _atom(self) -> Node | None:
         character = self._take()
         if character == "(":
             return self._group()
         if character == "[":
-            return _Set(self._class())
+            return Set(tuple(self._class()))
         if character == ".":
-            return _Set(ANY if self._flags.dot_all else _NOT_LINE_FEED)
+            return Set(tuple(ANY if self._flags.dot_all else _NOT_LINE_FEED))
         if character in "^$":
-            return _Anchor(character == "$")
+            return Anchor(character == "$")
         if character == "\\":
             if self._peek() in ("A", "z"):
-                return _Anchor(self._take() == "z")
+                return Anchor(self._take() == "z")
             is_class = self._peek().lower() in self._classes
             ranges = self._escape()
-            return _Set(ranges) if is_class else self._folded(ranges)
+            return Set(tuple(ranges)) if is_class else self._folded(ranges)
         if character in "*+?{":
             raise NoAutomaton(f"{character!r} is not supported here")
         return self._folded([(ord(character), ord(character))])
 
-    def _folded(self, ranges: Ranges) -> _Set:
+    def _folded(self, ranges: Ranges) -> Set:
         """Return a node for some characters; with ``(?i)``, also for their other case."""
-        return _Set(_both_cases(ranges) if self._flags.ignore_case else ranges)
+        return Set(tuple(_both_cases(ranges) if self._flags.ignore_case else ranges))
 
-    def _group(self) -> _Node | None:
+    def _group(self) -> Node | None:
         """Read a group after its ``(``; return None for a group that only changes the flags."""
         flags = self._flags
         if self._skip("?"):
