@@ -1,4 +1,4 @@
-"""Lowering of EBNF grammars to rules in brackets."""
+"""Lowering of EBNF and Lark grammars to rules in brackets."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from graft.grammar.regular.expression import (
     repeat,
     union,
 )
+from graft.grammar.regular.lark import parse_lark
 from graft.grammar.regular.nodes import Choice, Node, Repeat, Rule, Sequence, Set
 from graft.grammar.regular.regex import MAX_COUNT, NoAutomaton
 
-__all__ = ["lower_ebnf"]
+__all__ = ["lower_ebnf", "lower_lark"]
 
 #: Brackets around recursive parts: the closing bracket of each opening one.
 _BRACKETS = {ord(opening): ord(closing) for opening, closing in ("{}", "[]", "()", "<>")}
@@ -29,6 +30,14 @@ def lower_ebnf(text: str, root: str, rules: Rules) -> Expression:
     is the last part of an option, as in ``x ::= "a" x | "b"``.
     """
     return _Lowering(parse_ebnf(text, root), root, rules).rule(root)
+
+
+def lower_lark(text: str, rules: Rules) -> Expression:
+    """Return the expression of a Lark grammar, whose rules in brackets are added to `rules`.
+
+    Raise `NoAutomaton` as `lower_ebnf` and `parse_lark` do.
+    """
+    return _Lowering(parse_lark(text), "start", rules).rule("start")
 
 
 class _Lowering:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from graft.grammar.automaton.ebnf import lower_ebnf
+from graft.grammar.automaton.ebnf import lower_ebnf, lower_lark
 from graft.grammar.automaton.schema import Rule, Rules, SchemaLowering
 from graft.grammar.regular.expression import (
     Expression,
@@ -75,6 +75,8 @@ def lower(grammar: ResolvedGrammar, special: Mapping[str, int] = NO_TOKENS) -> l
         return rules.finish(union([text(option) for option in grammar.content]))
     if kind == "ebnf":
         return rules.finish(lower_ebnf(grammar.content, grammar.spec.root, rules))
+    if kind == "lark":
+        return rules.finish(lower_lark(grammar.content, rules))
     schemas = SchemaLowering(rules, grammar.spec.whitespace)
     if kind == "json_schema" and not grammar.rules:
         return rules.finish(schemas.lower(grammar.content))

@@ -19,7 +19,7 @@ from graft.grammar.regular.nodes import (
     normalized,
 )
 
-__all__ = ["parse_ebnf", "references", "references_from"]
+__all__ = ["finite_rules", "parse_ebnf", "references", "references_from"]
 
 _TOKEN = re.compile(
     r"""(?P<space>(?:\s|\#[^\n]*)+)
@@ -50,7 +50,7 @@ def parse_ebnf(text: str, root: str) -> dict[str, Node]:
     if root not in rules:
         raise _error(f'the root rule "{root}" is not found')
     references_from(root, rules)  # raises GrammarError for undefined rules
-    finite = _finite_rules(rules)
+    finite = finite_rules(rules)
     if root not in finite:
         raise _error(f'the root rule "{root}" has no text, because its recursion never ends')
     return finite
@@ -234,7 +234,7 @@ def references_from(root: str, rules: dict[str, Node]) -> dict[str, frozenset[st
     return found
 
 
-def _finite_rules(rules: dict[str, Node]) -> dict[str, Node]:
+def finite_rules(rules: dict[str, Node]) -> dict[str, Node]:
     """Return the rules without the parts that match no finite text.
 
     If these parts were kept, a model could begin to generate one of them and never end. For

@@ -41,19 +41,24 @@ def conflicts(rules: Mapping[str, Node], terminals: Iterable[Node]) -> set[Node]
     """Return the terminals that the lexer might extend where the next terminal should begin.
 
     `rules` are the rules of the grammar that the root reaches, and `terminals` the nodes in them
-    that are terminals. Terminals whose Glushkov automaton has more than `_MAX_POSITIONS` positions
-    are too large to be examined. If there are any, the function returns only these.
+    that are terminals. Terminals that match the empty text, and terminals whose Glushkov automaton
+    has more than `_MAX_POSITIONS` positions, are not examined. If there are any, the function
+    returns only these.
     """
-    too_large = set()
+    unknown = set()
     machines = {}
     for terminal in terminals:
         try:
             machines[terminal] = _Positions.of(_expanded(terminal, rules, [_MAX_POSITIONS]))
         except OverflowError:
-            too_large.add(terminal)
-    if too_large:
-        return too_large
-    return _Lexer(machines, _Following(rules, machines).of_terminals()).conflicts()
+            unknown.add(terminal)
+        else:
+            if machines[terminal].nullable:
+                unknown.add(terminal)
+    if unknown:
+        return unknown
+    outside = {name: node for name, node in rules.items() if Rule(name) not in machines}
+    return _Lexer(machines, _Following(outside, machines).of_terminals()).conflicts()
 
 
 def _expanded(node: Node, rules: Mapping[str, Node], budget: list[int]) -> Node:

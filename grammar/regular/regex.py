@@ -26,7 +26,7 @@ from graft.grammar.regular.expression import (
     repeat,
     union,
 )
-from graft.grammar.regular.nodes import Anchor, Choice, Node, Repeat, Sequence, Set
+from graft.grammar.regular.nodes import Anchor, Choice, Node, Repeat, Sequence, Set, children
 from graft.grammar.regular.unicode_classes import category_ranges, digit_ranges, word_ranges
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "has_alternatives",
     "lower_regex",
     "lower_search",
+    "parse_regex",
 ]
 
 #: Maximum nesting of groups.
@@ -93,6 +94,21 @@ _ASCII_CLASS = re.compile(r"\[:(\^?)([a-z]+):\]")
 _GROUP_NAME = re.compile(r"P?<[A-Za-z_][A-Za-z0-9_.\[\]]*>")
 #: Characters outside ASCII with the same simple case folding as an ASCII letter.
 _FOLDED = {"k": 0x212A, "s": 0x017F}
+
+
+def parse_regex(pattern: str) -> Node:
+    """Return the syntax tree of a pattern without anchors.
+
+    Raise `NoAutomaton` if the pattern has anchors or unsupported syntax.
+    """
+    node = _Parser(pattern, RUST_CLASSES).parse()
+    queue = [node]
+    while queue:
+        part = queue.pop()
+        if isinstance(part, Anchor):
+            raise NoAutomaton("anchors are not supported here")
+        queue += children(part)
+    return node
 
 
 def lower_regex(

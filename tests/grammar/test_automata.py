@@ -365,7 +365,6 @@ NOT_LOWERED = {
     "cases_outside_ascii": GrammarSpec("regex", "(?i)é"),
     "recursive_rule": GrammarSpec.ebnf('root ::= "a" root "b" | "c"'),
     "key_order": GrammarSpec.json_schema(closed({"a": {}, "b": {}}), key_order="any"),
-    "lark": GrammarSpec.lark('start: "a"'),
     "token": GrammarSpec.structural_format({"type": "token", "token": 3}),
 }
 

@@ -85,7 +85,8 @@ def test_python_matcher_passes_budget_and_distance():
 
 
 def test_matcher_without_distance_ignores_the_budget():
-    matcher = make_backend("llguidance", BYTES).compile(GrammarSpec.lark("start: /a*b/")).matcher()
+    backend = LLGuidanceBackend(BYTES, automata=False)
+    matcher = backend.compile(GrammarSpec.lark("start: /a*b/")).matcher()
     assert matcher.distance() is None
     rows = np.zeros((2, matcher.words), np.int32)
     assert matcher.fill(rows[0]) == matcher.fill(rows[1], 1)
