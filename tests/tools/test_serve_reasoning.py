@@ -105,6 +105,19 @@ def test_continued_message_determines_whether_output_starts_in_reasoning(
     assert plain.reasoning == [name == "deepseek_r1"]
 
 
+@pytest.mark.parametrize("name", [None, "qwen3"])
+def test_template_of_reasoning_model_without_parser_is_logged(engine, monkeypatch, caplog, name):
+    for template, has_tag in (("{{ m.content.split('</think>')[-1] }}", True), ("{{ m }}", False)):
+        monkeypatch.setattr(engine.tokenizer, "tool_template", template)
+        caplog.clear()
+        RequestParser(engine.tokenizer, Limits(), "demo", 99, reasoning_parser=name)
+        messages = [record.getMessage() for record in caplog.records]
+        expected = has_tag and name is None
+        assert ["--reasoning-parser (deepseek_r1 or qwen3)" in m for m in messages] == [
+            True
+        ] * expected
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_server_applies_grammar_after_reasoning(engine, stream):
     """The demo model does not reason, so a logit bias makes it generate the end of the section."""

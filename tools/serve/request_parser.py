@@ -6,6 +6,7 @@ a few fields that cannot affect the output, such as ``user``, are ignored.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -104,6 +105,14 @@ class RequestParser:
         self.name = name
         self.max_length = max_length
         self._reasoning_parser = reasoning_parser
+        if reasoning_parser is None and reasoning.END in (tokenizer.tool_template or ""):
+            logging.getLogger("graft").warning(
+                "the chat template contains %s, so the model may reason before its answers: "
+                "--reasoning-parser (%s) reports the reasoning separately, and applies grammars to "
+                "the answer only",
+                reasoning.END,
+                " or ".join(reasoning.REASONING_PARSERS),
+            )
         if tool_call_parser is None:
             self.tool_format = find_tool_format(tokenizer.tool_template)
         else:
