@@ -38,7 +38,7 @@ class Stream:
         self._resource: _native.Resource | None = _native.Resource(
             _native.ResourceKind.STREAM, handle
         )
-        context.streams.add(self)
+        context.add_stream(self)
         # The driver reuses handles. A failure that is pending under this handle belongs to a
         # stream that was dropped. Report it now, so that it is not attributed to the new stream.
         failure = _native.take_eager_failure(handle)
@@ -52,6 +52,11 @@ class Stream:
         if self._resource is None:
             raise OptionError(f"{self.name} is closed")
         return self._resource.handle
+
+    @property
+    def owner(self) -> _native.Resource | None:
+        """Object that destroys the CUstream when it is freed; None if the stream was closed."""
+        return self._resource
 
     def __cuda_stream__(self) -> tuple[int, int]:
         """Return (0, handle), through which cuda.core, CuPy and numba-cuda use the stream."""

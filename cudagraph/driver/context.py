@@ -31,10 +31,7 @@ RELEASE_POLL_S = 0.002
 
 
 class Context:
-    """The primary context of one device. It is retained when the device is opened and never reset.
-
-    `streams` are weak references to the streams that :meth:`synchronize` waits for.
-    """
+    """The primary context of one device, retained when the device is opened and never reset."""
 
     def __init__(self, kind: str, ordinal: int) -> None:
         self.kind = kind
@@ -58,7 +55,8 @@ class Context:
         self._lock = threading.RLock()
         _native.bind_driver(_native.loaded_library(chooser.SONAME), 0)
         self._retain()
-        self.streams: weakref.WeakSet[Any] = weakref.WeakSet()
+        # The streams that synchronize() waits for. The lock is held while they are changed or read.
+        self._streams: weakref.WeakSet[Any] = weakref.WeakSet()
         self._transfer_stream: _native.Resource | None = None
         # Stream and buffers of each transfer that Ctrl-C interrupted and that may still run.
         self._interrupted_transfers: list[tuple[_native.Resource, tuple[object, ...]]] = []
@@ -141,11 +139,17 @@ class Context:
         wait for streams of other libraries has no time limit.
         """
         with self._lock:
-            streams = list(self.streams)
-        handles = [stream.handle for stream in streams if not stream.closed]
-        wait_streams(handles, timeout_s, "the device")
+            streams = list(self._streams)
+        # The owners keep streams valid that other threads close during the wait.
+        owners = [owner for stream in streams if (owner := stream.owner) is not None]
+        wait_streams([owner.handle for owner in owners], timeout_s, "the device")
         call(cu.cuCtxSynchronize)
         drop_finished()
+
+    def add_stream(self, stream: Any) -> None:
+        """Let :meth:`synchronize` wait for a `Stream` as long as the object exists."""
+        with self._lock:
+            self._streams.add(stream)
 
 
 def wait_streams(handles: list[int], timeout_s: float | None, subject: str) -> None:

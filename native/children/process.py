@@ -135,7 +135,8 @@ class ChildProcess:
         self._mapped_bytes = 0  # address space of the process when it was ready
         self._peak_bytes = 0  # maximum growth of the address space after that
         self._finished_setups: set[str] = set()
-        _children.add(self)
+        with _children_lock:
+            _children.add(self)
 
     def call(self, call: Call, limit: float | TimeLimit = TIMEOUT_S) -> Any:
         """Run a call in the process and return its result.
@@ -198,8 +199,10 @@ class ChildProcess:
         """Whether the process runs and no call is under way."""
         if not self._call_lock.acquire(blocking=False):
             return False
-        self._call_lock.release()
-        return self._process is not None and self._process.poll() is None
+        try:  # close() changes the process while it holds the lock
+            return self._process is not None and self._process.poll() is None
+        finally:
+            self._call_lock.release()
 
     def close(self) -> None:
         """Kill the process. A call that another thread has under way raises `ChildLost`."""
@@ -363,11 +366,17 @@ class ChildProcess:
 # long as the Python interpreter.
 _starter = ThreadPoolExecutor(1, thread_name_prefix="graft-children")
 _children: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
+_children_lock = threading.Lock()  # held while `_children` is changed or read
+
+
+def _all_children() -> list[ChildProcess]:
+    with _children_lock:
+        return list(_children)
 
 
 def _reap_dead() -> None:
     """Reap idle processes that have been killed. Until then, they remain as zombies."""
-    for child in list(_children):
+    for child in _all_children():
         process = child._process
         if process is not None:
             process.poll()
@@ -464,11 +473,13 @@ def _reset_after_fork() -> None:
     """Forget all child processes of the parent. Called in a process that `os.fork` has created.
 
     The forked process does not have the starter thread, and it shares the pipes with its parent.
-    The forked process must therefore start child processes of its own.
+    The forked process must therefore start child processes of its own. Another thread of the parent
+    may have held the lock during the fork.
     """
-    global _starter
+    global _starter, _children_lock
     _starter = ThreadPoolExecutor(1, thread_name_prefix="graft-children")
-    for child in list(_children):
+    _children_lock = threading.Lock()
+    for child in _all_children():
         child.__init__(child.memory_bytes, child.preload)  # type: ignore[misc]
 
 
@@ -478,5 +489,5 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 @atexit.register
 def _close_all() -> None:
     """Kill all processes, including those of engines that were not closed."""
-    for child in list(_children):
+    for child in _all_children():
         child.close()

@@ -7,11 +7,13 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +57,24 @@ def run_in_threads(*work: Callable[[], object]) -> None:
     with ThreadPoolExecutor(len(work)) as pool:
         for done in [pool.submit(each) for each in work]:
             done.result()
+
+
+class ChangingSet(weakref.WeakSet[Any]):
+    """A set that calls `change` in another thread while it is read for the first time.
+
+    If `change` waits for a lock that the reader holds, it finishes after the set was read.
+    """
+
+    def __init__(self, items: Iterable[Any], change: Callable[[], object]) -> None:
+        super().__init__(items)
+        self.changer = threading.Thread(target=change)
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            if self.changer.ident is None:
+                self.changer.start()
+                self.changer.join(0.3)
+            yield item
 
 
 def wait_until(done: Callable[[], bool], limit_s: float = LIMIT_S) -> None:

@@ -8,7 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from cudagraph_util import PRELUDE, assert_raises, compile_library, run_program, run_python
+from cudagraph_util import (
+    PRELUDE,
+    ChangingSet,
+    assert_raises,
+    compile_library,
+    run_program,
+    run_python,
+)
 
 import graft.cudagraph
 from graft.cudagraph import DeadlineError, Device, DeviceError, Stream, StreamLane, open_device
@@ -141,6 +148,19 @@ def test_stream_synchronize_deadline_names_host_function(stream: Stream) -> None
         gate.set()
     stream.synchronize(timeout_s=30)
     assert stream.query()
+
+
+def test_device_synchronize_while_another_thread_creates_streams(
+    device: Device, stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    created: list[Stream] = []
+    streams = ChangingSet([stream], lambda: created.append(device.stream("late")))
+    monkeypatch.setattr(device, "_streams", streams)
+    device.synchronize(30)
+    streams.changer.join()
+    assert created[0] in streams
+    created[0].close()
+    device.synchronize(30)  # the set still contains the closed stream
 
 
 def test_ctrl_c_interrupts_synchronize(device: Device) -> None:

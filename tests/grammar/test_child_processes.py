@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 from child_functions import Refused
+from cudagraph_util import ChangingSet
 from guide_util import output_of
 
 from graft.grammar import GrammarSpec, GrammarUnavailableError
@@ -58,6 +59,16 @@ def test_child_process_reports_other_exceptions_as_lost(child):
     with pytest.raises(ChildLost, match="ended with status 3"):
         child.call(Call("os:_exit", (3,)))
     assert child.call(Call("math:sqrt", (9.0,))) == 3.0  # in a new process
+
+
+def test_calls_while_another_thread_creates_child_processes(child, monkeypatch):
+    """Each call looks for dead processes among all child processes."""
+    created = []
+    children = ChangingSet([child], lambda: created.append(ChildProcess()))
+    monkeypatch.setattr(process_module, "_children", children)
+    assert child.call(Call("math:sqrt", (4.0,))) == 2.0
+    children.changer.join()
+    assert created[0] in children
 
 
 def test_child_process_starts_no_threads_of_numpy(child):
