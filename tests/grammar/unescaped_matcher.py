@@ -6,6 +6,7 @@ those of control characters. `UnescapedMatcher` compares the two matchers nevert
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 
@@ -14,6 +15,7 @@ import numpy as np
 from graft.grammar import CompiledGrammar, Matcher, Vocabulary
 from graft.grammar.resolve import resolve_for_backend
 from graft.grammar.schema.llguidance_options import OPTIONS
+from graft.grammar.spec import Spec
 
 #: The vocabularies of the tests have a token for each byte. The first of these tokens:
 FIRST_BYTE = 2
@@ -45,9 +47,7 @@ class UnescapedMatcher:
         self._is_json = spec.kind == "json_schema"
         #: Whether LLGuidance allows the escapes of control characters. The router forbids them in
         #: schemas with patterns of names.
-        self.allows_controls = not self._is_json or OPTIONS not in str(
-            resolve_for_backend(spec, "llguidance").content
-        )
+        self.allows_controls = not self._is_json or _allows_controls(spec)
         self._begun = b""  # an incomplete escape, which LLGuidance has not read
         # For each accepted token: the number of tokens that LLGuidance has read, and `_begun`
         # before the token.
@@ -82,6 +82,8 @@ class UnescapedMatcher:
         count = self._read(self._begun)
         expected = [] if count is None else self._row()
         self._matcher.rollback(count or 0)
+        if legal == expected:
+            return
         more = set(legal) - set(expected)
         fewer = set(expected) - set(legal)
         wrong = {token for token in more if not self._is_escape(token)}
@@ -119,7 +121,7 @@ class UnescapedMatcher:
     def _row(self) -> list[int]:
         row = np.zeros(self._words, np.int32)
         assert self._matcher.fill(row)
-        return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+        return np.unpackbits(row.view(np.uint8), bitorder="little").nonzero()[0].tolist()
 
     def _read(self, text: bytes) -> int | None:
         """Let LLGuidance read a text; return the number of tokens, or None if it refuses them."""
@@ -128,6 +130,12 @@ class UnescapedMatcher:
                 self._matcher.rollback(count)
                 return None
         return len(text)
+
+
+@functools.lru_cache(maxsize=64)
+def _allows_controls(spec: Spec) -> bool:
+    """Return whether LLGuidance allows the escapes of control characters in strings of a schema."""
+    return OPTIONS not in str(resolve_for_backend(spec, "llguidance").content)
 
 
 def _unescaped(text: bytes) -> tuple[bytes, bytes]:
