@@ -102,7 +102,7 @@ def test_drafts_of_the_unconstrained_text_are_rejected(plain, engine_of):
     ],
     ids=lambda options: "-".join(map(str, *options.items())),
 )
-@pytest.mark.full("draft_masking-none")
+@pytest.mark.full("draft_masking-none", "draft_masking-probe", "grammar_backend-xgrammar")
 def test_grammar_holds_with_speculation(plain, model, engine_of, options):
     engine = engine_of(model, draft_length=5, **options)
     requests = [ask(name, grammar=GUIDED) for name in ("prose", "list", "goes-on", "call")]

@@ -582,49 +582,39 @@ def test_generate_exit_status(grammar, reason, status):
     assert generate.exit_status(rows, outputs) == status
 
 
-def run_program(*arguments: str, **options):
-    """Run ``python -m graft.tools.cli`` in another process."""
-    env = {**os.environ, "GRAFT_DEVICE": "soft"} | options.pop("env", {})
-    return subprocess.run(
-        [sys.executable, "-m", "graft.tools.cli", *arguments],
-        text=True,
-        stderr=subprocess.PIPE,
-        env=env,
-        timeout=240,
-        **options,
-    )
-
-
 def test_command_prints_usage_and_version(capsys):
-    done = run_program("generate")
-    assert done.returncode == 2 and "--prompt" in done.stderr
+    assert cli.main(["generate"]) == 2
+    assert "--prompt" in capsys.readouterr().err
     with pytest.raises(SystemExit) as exit_info:
         cli.main(["--version"])
     assert exit_info.value.code == 0
     assert re.fullmatch(r"graft \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
 
 
-def test_command_handles_write_errors_and_limited_encodings(tmp_path, monkeypatch):
+def test_command_handles_write_errors_and_limited_encodings(tmp_path, monkeypatch, capsys):
     """If the disk is full, graft prints a one-line error and returns exit status 1.
 
     Characters that stdout cannot encode are printed as escape sequences. The generated text is
     printed even if the trace file cannot be written.
     """
     arguments = ("generate", "--prompt", "x", "--choice", "\u017d,\u017d\u017d")
-    with open("/dev/full", "w") as full:
-        done = run_program(*arguments, stdout=full)
-    assert done.returncode == 1 and "No space left" in done.stderr
-    assert "Traceback" not in done.stderr
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        assert cli.main([*arguments]) == 1
+    message = capsys.readouterr().err
+    assert "No space left" in message and "Traceback" not in message
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "latin-1"))
     assert cli.main([*arguments, "--json"]) == 0
     sys.stdout.seek(0)
     assert json.load(sys.stdout)["outputs"][0]["text"][0] == "\u017d"
-    latin = {"stdout": subprocess.PIPE, "env": {"PYTHONIOENCODING": "latin-1"}}
     trace = tmp_path / "trace.json"
     trace.symlink_to("/dev/full")
-    done = run_program(*arguments, "--trace", str(trace), **latin)
-    assert done.returncode == 1 and done.stdout.startswith("\\u017d")
-    assert "--trace" in done.stderr and "Traceback" not in done.stderr
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "latin-1"))
+    assert cli.main([*arguments, "--trace", str(trace)]) == 1
+    sys.stdout.seek(0)
+    assert sys.stdout.read().startswith("\\u017d")
+    message = capsys.readouterr().err
+    assert "--trace" in message and "Traceback" not in message
 
 
 def run_shell(command: str):

@@ -178,7 +178,9 @@ def cases_of(form):
 
 @pytest.mark.parametrize("choice", ["auto", "required", "named"])
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.full), True])
-@pytest.mark.full("llama3_json", "qwen3_coder")
+@pytest.mark.full(
+    "llama3_json", "qwen3_coder", "mistral-drafts-True-named", "hermes-drafts-True-named"
+)
 def test_model_can_write_calls(ask, stream, choice):
     """Calls are the model's own text, whether they are required or not."""
     named = {"type": "function", "function": {"name": "town"}}
@@ -199,7 +201,7 @@ def test_model_can_write_calls(ask, stream, choice):
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-@pytest.mark.full("llama3_json", "mistral", "qwen3_coder")
+@pytest.mark.full("llama3_json", "mistral", "pythonic", "qwen3_coder")
 def test_output_ends_after_one_call_without_parallel_calls(ask, choice):
     for key in cases_of(ask.form):
         sizes = []
@@ -222,7 +224,7 @@ def test_calls_satisfy_the_schemas_whatever_the_model_writes(ask):
             assert content or calls
 
 
-@pytest.mark.full("pythonic", "qwen3_coder")
+@pytest.mark.full("llama3_json", "pythonic", "qwen3_coder")
 def test_required_call_is_complete_within_max_tokens(ask):
     """The model wants to write prose, and then JSON without end."""
     named = {"type": "function", "function": {"name": "town"}}
@@ -238,7 +240,7 @@ def test_required_call_is_complete_within_max_tokens(ask):
                 jsonschema.validate(arguments, SCHEMAS[name])
 
 
-@pytest.mark.full("qwen3_coder")
+@pytest.mark.full("hermes", "qwen3_coder", "pythonic")
 def test_special_tokens_of_a_notation_are_generated_and_read(ask):
     """Calls are also parsed if the model spells the special tokens."""
     for key in cases_of(ask.form):
