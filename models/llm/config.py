@@ -151,7 +151,14 @@ class LlamaConfig:
 
         A field that is missing, invalid or not implemented raises ConfigError.
         """
-        return cls.from_fields(Fields.from_file(Path(path) / "config.json"))
+        folder = Path(path)
+        if not folder.is_dir():
+            raise ConfigError(
+                f"{folder} is not a folder: a model is a local folder in Hugging Face format. "
+                "'hf download REPOSITORY --local-dir FOLDER' downloads a model of the Hugging Face "
+                "Hub, and 'graft import FILE.gguf FOLDER' converts a GGUF file"
+            )
+        return cls.from_fields(Fields.from_file(folder / "config.json"))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "config") -> Self:

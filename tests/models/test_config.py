@@ -142,6 +142,16 @@ def test_llama_config_rejects_unreadable_files(tmp_path, monkeypatch, make, word
         LlamaConfig.from_dir(tmp_path)
 
 
+def test_llama_config_of_hub_name_or_gguf_file_says_how_to_get_a_folder(tmp_path):
+    (tmp_path / "model.gguf").touch()
+    for path in ("owner/name", tmp_path / "model.gguf"):
+        with pytest.raises(
+            ConfigError, match=r"is not a folder.*hf download.*graft import"
+        ) as error:
+            LlamaConfig.from_dir(path)
+        assert str(error.value).startswith(str(path))
+
+
 @pytest.mark.parametrize(
     ("scaling", "more"),
     [
