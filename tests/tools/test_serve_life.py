@@ -170,6 +170,20 @@ def test_server_reports_engine_failure(engine, http, monkeypatch):
         engine.step()
 
 
+def test_server_metrics_report_engine_failure(engine, http, monkeypatch):
+    """Reading the counters waits for the device, so it may be the first call that fails."""
+
+    def fail():
+        raise RuntimeError("the device burns")
+
+    with run_server(engine) as server:
+        root = server.url.removesuffix("/v1")
+        monkeypatch.setattr(engine, "counters", fail)
+        page = http.get(f"{root}/metrics")
+        assert page.status_code == 200 and 'graft_up{replica="0"} 0.0' in page.text
+        wait_for(lambda: http.get(f"{root}/health").json()["status"] == "the device burns")
+
+
 def test_serve_command_reports_missing_packages_and_used_addresses(monkeypatch, capsys):
     with contextlib.closing(bind_socket("127.0.0.1", 0)) as listener:
         listener.listen()

@@ -127,8 +127,9 @@ class EngineDriver:
             if answer.set_running_or_notify_cancel():
                 try:
                     answer.set_result(self._engine.counters())
-                except Exception as error:
-                    answer.set_exception(error)
+                except Exception:  # the thread handles it, as an error of a decoding round
+                    answer.set_result(None)
+                    raise
 
         if self.failure is None:
             self._put(read_counters)
