@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 
 from graft.cudagraph.driver.driver import NOT_READY, call, cu, prepare_driver_call
 from graft.native import _native
 
 _lock = threading.Lock()
 # Pairs of an event after the last use of foreign memory on a stream, and the owners of the memory.
-_held: deque[tuple[_native.Resource, tuple[object, ...]]] = deque()
+_held: list[tuple[_native.Resource, tuple[object, ...]]] = []
 
 
 class ForeignMemory:
@@ -50,12 +49,10 @@ def drop_finished() -> None:
     if not _held:
         return
     prepare_driver_call("cuEventQuery")
-    with _lock:
-        entries = list(_held)
-        _held.clear()
-        for entry in entries:
-            if _native.query_event(entry[0].handle) == NOT_READY:
-                _held.append(entry)
-    # Drop the owners after `_lock` is released, because their finalizers run code of other
+    # The owners are dropped after `_lock` is released, because their finalizers run code of other
     # libraries.
-    entries.clear()
+    with _lock:
+        # Ctrl-C may interrupt these lines. The entries whose work runs must then remain.
+        finished = [entry for entry in _held if _native.query_event(entry[0].handle) != NOT_READY]
+        for entry in finished:
+            _held.remove(entry)

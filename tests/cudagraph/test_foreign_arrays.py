@@ -194,6 +194,34 @@ def test_stream_lane_keeps_foreign_arrays_alive_until_work_ends(
 
 
 @pytest.mark.overlap
+def test_interrupted_query_keeps_foreign_arrays_alive(
+    device: Device, stream: Stream, module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C arrives while graft looks for foreign arrays whose work has ended."""
+
+    def interrupt(_event: int) -> int:
+        raise KeyboardInterrupt
+
+    word = device.pinned((1,), "int32")
+    foreign = ByInterface(device_array(device, 1))
+    watch = weakref.ref(foreign)
+    lane = StreamLane(stream)
+    lane.kernel(module["wait_for"], 1, 1, [word])
+    lane.fill(foreign)
+    del foreign
+    with monkeypatch.context() as patch:
+        patch.setattr(_native, "query_event", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            device.stream("other").synchronize(60)
+    gc.collect()
+    assert watch() is not None
+    word.array[0] = 1
+    stream.synchronize(60)
+    gc.collect()
+    assert watch() is None
+
+
+@pytest.mark.overlap
 def test_wrap_waits_for_stream_of_interface(device: Device, stream: Stream, module) -> None:
     """wrap() and graph nodes wait on the host; a stream lane makes its own stream wait."""
     word = device.pinned((1,), "int32")
