@@ -93,10 +93,10 @@ def count_fused_multiply_adds(cubin: bytes) -> dict[str, int]:
 #: number of bytes of static shared memory, and the number of instructions in the main loop: MMA
 #: instructions, 16-byte loads, 16-byte loads from shared memory, and 16-byte asynchronous copies.
 EXPECTED_USAGE = {
-    ("linear_few", 1, 0, 0): (128, 4128, 16, 16 + 16, 0, 0),
-    ("linear_few", 1, 1, 0): (128, 4128, 16, 16 + 8, 0, 0),
-    ("linear_few", 2, 0, 0): (128, 16448, 32, 16 + 16, 0, 0),
-    ("linear_few", 2, 1, 0): (128, 16448, 32, 16 + 8, 0, 0),
+    ("linear_few", 1, 0, 0): (168, 2080, 24, 24 + 24, 0, 0),
+    ("linear_few", 1, 1, 0): (168, 2080, 24, 24 + 12, 0, 0),
+    ("linear_few", 2, 0, 0): (128, 8256, 32, 16 + 32, 0, 0),
+    ("linear_few", 2, 1, 0): (128, 8256, 32, 16 + 16, 0, 0),
     ("linear_many", 32, 0, 0): (128, 144, 16, 2, 12, 4),
     ("linear_many", 32, 1, 0): (128, 144, 16, 0, 12, 5),
     ("linear_many", 64, 0, 0): (216, 272, 32, 4, 16, 4),
@@ -106,10 +106,10 @@ EXPECTED_USAGE = {
     ("linear_many", 256, 1, 0): (255, 1040, 64, 0, 16, 6),
     # With 8-bit weights, linear_few loads eight weights (8 bytes) at a time, in twice as many
     # chunks.
-    ("linear_few", 1, 0, 1): (128, 4128, 32, 32, 0, 0),
-    ("linear_few", 1, 1, 1): (128, 4128, 32, 16, 0, 0),
-    ("linear_few", 2, 0, 1): (128, 16448, 64, 32, 0, 0),
-    ("linear_few", 2, 1, 1): (128, 16448, 64, 16, 0, 0),
+    ("linear_few", 1, 0, 1): (168, 2080, 48, 48, 0, 0),
+    ("linear_few", 1, 1, 1): (168, 2080, 48, 24, 0, 0),
+    ("linear_few", 2, 0, 1): (128, 8256, 64, 64, 0, 0),
+    ("linear_few", 2, 1, 1): (128, 8256, 64, 32, 0, 0),
     ("linear_many", 32, 0, 1): (128, 144, 16, 2, 4, 2),
     ("linear_many", 64, 0, 1): (216, 272, 32, 4, 8, 2),
     ("linear_many", 32, 1, 1): (128, 144, 16, 0, 4, 3),

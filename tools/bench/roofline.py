@@ -5,7 +5,8 @@
 A launch uses several resources, which `RATES` lists. The time for which the launch keeps a resource
 busy is its work divided by the rate of the resource. The estimated time of the launch is a norm of
 these times: it is close to the longest one if the others are much shorter, and greater if several
-resources are nearly saturated. To this the estimate adds latencies that no other work hides.
+resources are nearly saturated. To this the estimate adds latencies that no other work hides. While
+a product waits for the previous kernel, it already loads its first weights.
 
 The launch configurations come from the functions that the kernels are launched with, and the
 numbers of instructions from machine code for sm_90 (``tests/tools/test_roofline.py``) or, without
@@ -61,7 +62,11 @@ LAYERS = 32
 HEADS = 32
 KV_HEADS = 8
 HEAD_DIM = 128
-_PARTS = 8  # partial sums of an output of a product
+#: Pairs of outputs of a thread whose inputs the epilogue of linear_many loads together.
+EPILOGUE_BATCH = 16
+_PARTS = 4  # partial sums of an output of a product
+# Bytes of sums of squares per input of a row, which a folded norm reads.
+_SQUARES_BYTES = {"linear_few": 4 / 16, "linear_many": 4 / 64}
 
 
 @dataclass(frozen=True)
@@ -74,26 +79,58 @@ class _Tile:
         Instructions of a warp in the main loop per mma instruction.
     warp_rows, warp_columns
         Groups of eight rows and groups of 16 columns of a warp.
-    batches
-        Batches of the epilogue, each of which waits for its loads, without and with K splits.
+    early_bytes
+        Bytes of weights that a block loads before it waits for the previous kernel.
     """
 
     instructions_per_mma: float
     warp_rows: int
     warp_columns: int
-    batches: tuple[int, int] = (0, 0)
+    early_bytes: int
 
 
 #: Tiles by numbers of rows and columns. Tiles of up to 16 rows belong to linear_few, the others to
 #: linear_many.
 TILES = {
-    (8, 16): _Tile(163 / 16, 1, 1),
-    (16, 32): _Tile(283 / 32, 2, 2),
-    (32, 128): _Tile(230 / 16, 2, 2, (1, 2)),
-    (64, 128): _Tile(260 / 32, 4, 2, (1, 2)),
-    (64, 256): _Tile(414 / 64, 4, 4, (2, 4)),
-    (128, 128): _Tile(385 / 64, 4, 4, (2, 4)),
-    (256, 128): _Tile(247 / 64, 8, 4, (4, 8)),
+    (8, 16): _Tile(255 / 24, 1, 1, 32 << 10),
+    (16, 32): _Tile(257 / 32, 2, 1, 32 << 10),
+    (32, 128): _Tile(230 / 16, 2, 2, 32 << 10),
+    (64, 128): _Tile(260 / 32, 4, 2, 48 << 10),
+    (64, 256): _Tile(414 / 64, 4, 4, 96 << 10),
+    (128, 128): _Tile(385 / 64, 4, 4, 32 << 10),
+    (256, 128): _Tile(247 / 64, 8, 4, 24 << 10),
+}
+
+
+@dataclass(frozen=True)
+class _Epilogue:
+    """What the epilogue of a product (the code that stores its results) loads and stores.
+
+    Attributes
+    ----------
+    output_bytes
+        Bytes per output that are stored and loaded, without partial sums.
+    loads
+        Loads of a batch of outputs, each of which waits for the one before.
+    has_norm
+        Whether the sums of the squares of the input rows are loaded, for a folded norm.
+    """
+
+    output_bytes: float
+    loads: int = 0
+    has_norm: bool = False
+
+
+#: Of six outputs of qkv, four are queries, which are stored as 32-bit floats, and two are keys and
+#: values, which are stored as 16-bit floats. A pair of queries or keys is rotated by a sine and a
+#: cosine. Attention out and down add a residual of 32-bit floats, and store the result also as
+#: 16-bit inputs of the next product.
+EPILOGUES = {
+    "qkv": _Epilogue((4 * 4 + 2 * 2 + 5 * 4) / 6, loads=1, has_norm=True),
+    "attention out": _Epilogue(4 + 4 + 2, loads=1),
+    "gate, up": _Epilogue(2 / 2, has_norm=True),
+    "down": _Epilogue(4 + 4 + 2, loads=1),
+    "lm head": _Epilogue(4, has_norm=True),
 }
 
 
@@ -130,12 +167,17 @@ ATTENTION_STEP_MMA = 64
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel that is launched `count` times per forward pass, with its work by resource."""
+    """A kernel that is launched `count` times per forward pass, with its work by resource.
+
+    The work does not contain the `early_bytes`, which the launch loads while it waits for the
+    previous kernel.
+    """
 
     name: str
     count: int
     work: dict[str, float]
     latency_s: float
+    early_bytes: float = 0
 
     @property
     def seconds(self) -> float:
@@ -166,30 +208,38 @@ def product(name: str, rows: int, columns: int, inner: int, count: int = 1) -> L
     shape = product_shape(rows, columns, inner)
     block, outputs = tile_size(shape)
     tile = TILES[block, outputs]
+    epilogue = EPILOGUES[name]
     weights, x = 2 * columns * inner, 2 * rows * inner
+    square_sums = epilogue.has_norm * rows * inner * _SQUARES_BYTES[shape.kernel]
     blocks = math.prod(shape.grid)
-    filled = blocks / (shape.waves * MULTIPROCESSORS * shape.blocks_per_multiprocessor)
+    concurrent = MULTIPROCESSORS * shape.blocks_per_multiprocessor
+    filled = blocks / (ceil_div(blocks, MULTIPROCESSORS) * MULTIPROCESSORS)
     latency = HOP_S + ROUND_TRIP_S
     l1_per_mma = 512 / tile.warp_rows + 256 / tile.warp_columns
     if shape.kernel == "linear_few":
         row_blocks = 1
-        # Two blocks on a multiprocessor read the same rows of x through one L1 cache.
-        l2 = weights + max(blocks // 2, min(blocks, MULTIPROCESSORS)) * x
+        # The blocks on a multiprocessor read the same rows of x through one L1 cache.
+        readers = blocks // shape.blocks_per_multiprocessor
+        l2 = weights + max(readers, min(blocks, MULTIPROCESSORS)) * (x + square_sums)
     else:
         row_blocks, column_blocks, splits = shape.grid
         l1_per_mma += 4096 * (block + outputs) / (block * outputs)  # copies to shared memory
-        l2 = row_blocks * weights + column_blocks * x
-        trips = tile.batches[splits > 1]
+        l2 = row_blocks * weights + column_blocks * (x + splits * square_sums)
+        # A tile of 256 rows loads the positions of rows before the sines and cosines.
+        loads = epilogue.loads + (name == "qkv" and block == 256)
         if splits > 1:
             # The first block of a tile stores the total of its parts, the others store each part.
-            # The last block loads all of them.
-            sums = (_PARTS - _PARTS // splits + 1) * block * outputs * 4
-            l2 += 2 * sums * row_blocks * column_blocks
+            # The last block loads all of them except the one that it has in registers.
+            one = block * outputs * 4
+            stored = (_PARTS - _PARTS // splits + 1) * one
+            l2 += (2 * stored - one) * row_blocks * column_blocks
             tiles_each = ceil_div(row_blocks * column_blocks, MULTIPROCESSORS)
-            latency += tiles_each * sums / (64 * CLOCK)
-            trips += 2
-        overlaps = shape.blocks_per_multiprocessor > 1
-        latency += trips * ROUND_TRIP_S * (1 if overlaps else shape.waves)
+            latency += (tiles_each * (stored - one) / 64) / CLOCK + 2 * ROUND_TRIP_S
+            loads = max(loads, 1)
+        batches = ceil_div(block * outputs, 2 * 256 * EPILOGUE_BATCH)
+        waves = 1 if shape.blocks_per_multiprocessor > 1 else shape.waves
+        latency += batches * loads * waves * ROUND_TRIP_S
+    early = min(min(blocks, concurrent) * tile.early_bytes, HOP_S * READ_BANDWIDTH)
     mma = columns * inner * block * row_blocks / (16 * 8 * 16)
     issue = mma * tile.instructions_per_mma
     l1 = mma * l1_per_mma
@@ -199,8 +249,9 @@ def product(name: str, rows: int, columns: int, inner: int, count: int = 1) -> L
         issue += parts * 8 * 128 * 9
         l1 += parts * 2 * block * 128 * 4
     on_chip = {"L1": l1 / filled, "issue": issue / filled, "mma": mma / filled}
-    work: dict[str, float] = {"memory": weights, "L2": l2 + 4 * rows * columns, **on_chip}
-    return Launch(name, count, work, latency)
+    l2 += epilogue.output_bytes * rows * columns
+    work: dict[str, float] = {"memory": weights - early, "L2": l2 - early, **on_chip}
+    return Launch(name, count, work, latency, early)
 
 
 def sharing_query_tiles(rows_per_slot: int) -> int:
@@ -255,7 +306,7 @@ def forward_seconds(launches: Sequence[Launch]) -> float:
 
 def read_bytes(launches: Sequence[Launch]) -> float:
     """Return the bytes of weights, keys and values, which are read from memory at least once."""
-    return sum(launch.count * launch.work["memory"] for launch in launches)
+    return sum(launch.count * (launch.work["memory"] + launch.early_bytes) for launch in launches)
 
 
 def operations(context: int, rows: int) -> float:

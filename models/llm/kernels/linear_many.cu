@@ -2,8 +2,8 @@
 // of the mma operand B from a shared-memory pipeline. With split K (grid z > 1) a block computes
 // only some consecutive parts of the sums (linear_mma.cuh).
 //
-// The first weights are copied before the kernel waits for the previous kernel, because no kernel
-// writes weights.
+// The weights of the first STAGES - 1 stages are copied before the kernel waits for the previous
+// kernel, because no kernel writes weights.
 #ifndef ROW_BLOCK
 #define ROW_BLOCK 64
 #endif
@@ -11,6 +11,8 @@
 #ifndef OUTPUTS
 #define OUTPUTS 128
 #endif
+#define WARPS 8
+#define GROUP 64
 #include "linear_mma.cuh"
 
 // Tiles of 256 rows halve the traffic of the weights through the L2 cache. A thread accumulates 128
@@ -51,15 +53,11 @@
 // mma instructions read it. Otherwise the compiler copies the operand there again before most of
 // the ROW_TILES instructions that use it. The conversion of 8-bit weights has the same effect.
 #define KEEPS_OPERANDS (ROW_TILES > 2 && !WEIGHT8)
-#define SPLIT_PAIRS (ROW_BLOCK == 32 ? 4 : 8)  // pairs per batch with split K
 
-// The epilogue stores the outputs of a thread in batches. For each batch, the thread loads what
-// PAIRS pairs of outputs need, and then stores these outputs. Each output is the sum of up to SUMS
-// partial sums.
-template <int PAIRS_, int SUMS_>
-struct Batch {
-  static constexpr int PAIRS = PAIRS_;
-  static constexpr int SUMS = SUMS_;
+// Type of an argument whose value is a constant.
+template <int VALUE_>
+struct Constant {
+  static constexpr int VALUE = VALUE_;
 };
 
 // Returns the swizzled shared-memory index of pack t (0 to 3) of a row, in half `sub` of a pipeline
@@ -114,8 +112,9 @@ struct StageIterator {
 // every output of the tile. The block that computes the first partial sums adds its own ones in
 // order and writes the total to `partials` [tiles, PARTS, ROW_BLOCK, OUTPUTS]. The other blocks
 // write each partial sum by itself, so that the last block of a tile to arrive can add them to the
-// total in order. `arrived` [tiles] counts the blocks that have arrived; it must be zero and is
-// left zero. linear_mma.cuh documents the other arguments.
+// total in order. That block keeps its own last sums and loads the others. `arrived` [tiles] counts
+// the blocks that have arrived; it must be zero and is left zero. linear_mma.cuh documents the
+// other arguments.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESSOR)
     linear_many(const Weight* weight, const float* weight_scale, const float* bias, const Input* x,
                 const float* residual, OUT* out, float* copy, int rows, int columns, int inner,
@@ -137,7 +136,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   const int begin = blockIdx.z * (PARTS / splits), end = begin + PARTS / splits;
   StageIterator current = {begin, end < parts ? end : parts, inner / CHUNK, begin, 0};
   StageIterator next_copy = current;
-  const int own_end = current.end;
+  // The last part of this block, whose sums the block keeps until the end; -1 if it has no part.
+  const int kept = current.valid() ? current.end - 1 : -1;
   Weights* const staged_weight = reinterpret_cast<Weights*>(staged);
   Pack16* const staged_x = reinterpret_cast<Pack16*>(staged_weight + STAGES * OUTPUTS * PACKS);
   // Shared memory for the sums of the tile, at index exchange_index(row, column). Unless TALL, it
@@ -235,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   const auto row_of = [&](int n, int i) { return own_row + n * 8 + 2 * t + i % 2 >> SPLIT_X; };
   const auto column_of = [&](int m, int i) { return own_column + m * 16 + g + i / 2 * 8; };
   const auto end_part = [&](int part) {
-    const bool stored = splits > 1 && (begin > 0 || part == own_end - 1);
+    const bool stored = splits > 1 && (begin > 0 || part == kept);
 #pragma unroll
     for (int m = 0; m < COLUMN_TILES; ++m) {
       float before[ROW_TILES][4];  // totals from shared memory, all loaded before a store
@@ -259,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
           const float folded =
               begin > 0 || part == 0 ? value : (TALL ? before[n][i] : total[m][n][i]) + value;
           if (!TALL) total[m][n][i] = folded;
-          if (TALL && begin == 0) exchanged[exchange_index(r, c)] = folded;
+          if (TALL && (begin == 0 || part == kept)) exchanged[exchange_index(r, c)] = folded;
           if (!stored || first + r >= rows || (SPLIT_X && i % 2 == 1)) continue;
           tile_partials[(part * ROW_BLOCK + r) * OUTPUTS + c] = folded;
         }
@@ -271,13 +271,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
 
   // This is zero, but the compiler does not know it, because `inner` could be negative.
   [[maybe_unused]] const unsigned int zero = static_cast<unsigned int>(inner) >> 31;
-  copy_weights(0, current);
-  wait_for_previous_kernel();
-  copy_rows(0);
-  for (int s = 1; s < STAGES - 1; ++s) {
-    copy_weights(s, next_copy);
-    copy_rows(s);
+  StageIterator next_weights = current;
+  for (int s = 0; s < STAGES - 1; ++s) {
+    copy_weights(s, next_weights);
+    next_weights.next();
   }
+  wait_for_previous_kernel();
+  for (int s = 0; s < STAGES - 1; ++s) copy_rows(s);
   load_scales<ROWS>(square_sums, eps, first, rows, inner, scale);
   if (SHARES_STATES && threadIdx.x < ROWS) {
     row_state[threadIdx.x] = load_row_state(y, to, first + threadIdx.x);
@@ -330,15 +330,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   }
 
   // In the epilogue, a thread stores PAIRS pairs of outputs in the same two columns, in batches of
-  // batch.PAIRS pairs. All loads of a batch are issued before its first sum, so that their
-  // latencies overlap.
+  // AT_ONCE pairs. All loads of a batch are issued before its first sum, so that their latencies
+  // overlap. An output is the sum of up to SUMS partial sums.
   constexpr int PAIRS = ROWS * OUTPUTS / 2 / (WARPS * 32);
+  constexpr int MOST = TALL && ROPE_HEAD_DIM && BIAS ? 8 : 16;  // as many as fit into registers
+  constexpr int AT_ONCE = PAIRS < MOST ? PAIRS : MOST;
   constexpr int ROW_STEP = ROWS / PAIRS;
   const int first_row = threadIdx.x / (OUTPUTS / 2);
   const int c = threadIdx.x % (OUTPUTS / 2) / 8 * 16 + threadIdx.x % 8;
-  const auto store_tile = [&](auto batch, int first_sum, int count, const auto& sum_at) {
-    constexpr int AT_ONCE = batch.PAIRS, SUMS = batch.SUMS;
-    static_assert(PAIRS % AT_ONCE == 0, "every batch is full");
+  static_assert(PAIRS % AT_ONCE == 0, "every batch is full");
+  const auto store_tile = [&](auto sums, int first_sum, int count, const auto& sum_at) {
+    constexpr int SUMS = sums.VALUE;
     EpilogueInputs factors;
     load_factors(&factors, y, column + c);
 #pragma unroll 1
@@ -380,25 +382,33 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
       }
     }
   };
+  // Stores the sums that this thread keeps in registers to `exchanged`.
+  const auto exchange_sums = [&] {
+#pragma unroll
+    for (int m = 0; m < COLUMN_TILES && !TALL; ++m) {
+#pragma unroll
+      for (int n = 0; n < ROW_TILES; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; i += 1 + SPLIT_X) {
+          exchanged[exchange_index(row_of(n, i), column_of(m, i))] = total[m][n][i];
+        }
+      }
+    }
+    if (!TALL) __syncthreads();
+  };
   if (splits > 1) {
     if (!is_last_block(arrived + tile, splits, &last)) return;
+    exchange_sums();
     const volatile float* const of = tile_partials;
-    store_tile(Batch<SPLIT_PAIRS, PARTS>(), min(PARTS / splits, parts) - 1, parts,
-               [=](int p, int row, int at) { return of[(p * ROW_BLOCK + row) * OUTPUTS + at]; });
+    store_tile(Constant<PARTS>(), min(PARTS / splits, parts) - 1, parts,
+               [=](int p, int row, int at) {
+                 if (p == kept) return exchanged[exchange_index(row, at)];
+                 return static_cast<float>(of[(p * ROW_BLOCK + row) * OUTPUTS + at]);
+               });
     return;
   }
   __syncthreads();  // all threads have read the last stage
-#pragma unroll
-  for (int m = 0; m < COLUMN_TILES && !TALL; ++m) {
-#pragma unroll
-    for (int n = 0; n < ROW_TILES; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; i += 1 + SPLIT_X) {
-        exchanged[exchange_index(row_of(n, i), column_of(m, i))] = total[m][n][i];
-      }
-    }
-  }
-  if (!TALL) __syncthreads();
-  store_tile(Batch<(PAIRS < 16 ? PAIRS : 16), 1>(), 0, 1,
+  exchange_sums();
+  store_tile(Constant<1>(), 0, 1,
              [=](int, int row, int at) { return exchanged[exchange_index(row, at)]; });
 }

@@ -20,7 +20,9 @@
 // (the norm weight) is not null, the first product writes its result times the norm weight as x of
 // the next product, and the sums of the squares of its result. The next product gets these sums as
 // `square_sums`, and divides its result by the root mean square of each row, which it computes from
-// them.
+// them. linear_few writes and reads a sum per 16 columns. linear_many, whose blocks read the sums
+// of many rows, writes and reads a sum per 64 columns. Both products have the same rows, so the
+// same kernel computes them. The order of the additions is the same in both kernels.
 //
 // Epilogues: with GATED the rows of W are interleaved, alternating between eight rows of the gate
 // projection and the same eight rows of the up projection; silu(gate) * up is stored. With
@@ -62,10 +64,11 @@
 #if X16 && SPLIT_X
 #error "X16 and SPLIT_X exclude each other: a rounded x has no remainder"
 #endif
-#define PARTS 8
+#define PARTS 4
 #define CHUNK 128
-#define WARPS 8
-#define GROUP 16  // output columns per entry of norm_square_sums
+#define SQUARES_COLUMNS 64  // columns whose squares are added before those of other columns
+// A kernel defines WARPS, the number of warps of a block, and GROUP, the number of output columns
+// per entry of norm_square_sums.
 #define NOT_STORED -1
 
 #if X16
@@ -98,8 +101,11 @@ struct Output {
   int copy_stride;
   const float* norm;        // weight of a norm that is folded into this product; may be null
   NormOut* norm_out;        // receives the result multiplied by `norm`
-  float* norm_square_sums;  // [rows, columns / GROUP], receives sums of squares of the result
+  float* norm_square_sums;  // [rows, groups_of(columns)], receives sums of squares of the result
 };
+
+// Returns the number of entries of norm_square_sums per row.
+__device__ __forceinline__ int groups_of(int columns) { return (columns + GROUP - 1) / GROUP; }
 
 // Operands of the epilogue (code that stores results) that applies RoPE and writes the KV cache.
 // This epilogue is compiled if ROPE_HEAD_DIM is not 0.
@@ -242,8 +248,8 @@ __device__ __forceinline__ void load_rotation(EpilogueInputs* in, const Output& 
 #endif
 }
 
-// Stores outputs `column` and `column` + 8 of a row, whose sums are `top` and `low`. Eight adjacent
-// lanes store a group of 16 columns. All lanes of the warp must call the function, because it
+// Stores outputs `column` and `column` + 8 of a row, whose sums are `top` and `low`. GROUP / 2
+// adjacent lanes store GROUP columns. All lanes of the warp must call the function, because it
 // contains a shuffle. Rows and columns after the end are skipped.
 __device__ __forceinline__ void store_pair(const Output& y, const EpilogueInputs& in,
                                            const RopeStore& to, int row, int column, float top,
@@ -271,9 +277,11 @@ __device__ __forceinline__ void store_pair(const Output& y, const EpilogueInputs
     sum = fmaf(top, top, low * low);
   }
   if (y.norm == nullptr) return;
-  for (int offset = 1; offset < 8; offset *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, offset);
-  if (!in_range || column % 8 != 0) return;
-  y.norm_square_sums[static_cast<long long>(row) * (y.columns / GROUP) + column / GROUP] = sum;
+  for (int offset = 1; offset < GROUP / 2; offset *= 2) {
+    sum += __shfl_xor_sync(FULL_WARP, sum, offset);
+  }
+  if (!in_range || threadIdx.x % (GROUP / 2) != 0) return;
+  y.norm_square_sums[static_cast<long long>(row) * groups_of(y.columns) + column / GROUP] = sum;
 #endif
 }
 
@@ -282,17 +290,26 @@ __device__ __forceinline__ void store_pair(const Output& y, const EpilogueInputs
 template <int COUNT>
 __device__ __forceinline__ void load_scales(const float* square_sums, float eps, int first,
                                             int rows, int inner, float* scale) {
-  const int groups = inner / GROUP;
+  const int groups = groups_of(inner);
   // Number of rows that a warp loads at once, so that their memory latencies overlap.
   constexpr int AT_ONCE = COUNT >= 4 * WARPS ? 4 : (COUNT + WARPS - 1) / WARPS;
   for (int r = threadIdx.x / 32; r < COUNT; r += AT_ONCE * WARPS) {
     float sum[AT_ONCE] = {};
-    for (int k = threadIdx.x % 32; square_sums != nullptr && k < groups; k += 32) {
+    const int step = SQUARES_COLUMNS / GROUP;  // sums that are added first
+    for (int k = threadIdx.x % 32 * step; square_sums != nullptr && k < groups; k += 32 * step) {
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
         const int row = r + i * WARPS;
         if (row >= COUNT || first + row >= rows) continue;
-        sum[i] += square_sums[static_cast<long long>(first + row) * groups + k];
+        const float* const of = square_sums + static_cast<long long>(first + row) * groups + k;
+        float added = of[0];
+        if (step == 4) {
+          const float second = k + 1 < groups ? of[1] : 0.0f;
+          const float third = k + 2 < groups ? of[2] : 0.0f;
+          const float fourth = k + 3 < groups ? of[3] : 0.0f;
+          added = (added + second) + (third + fourth);
+        }
+        sum[i] += added;
       }
     }
 #pragma unroll

@@ -9,7 +9,7 @@ from graft.models.cache.kv import PagedKV
 from graft.models.llm.rows import Rows
 from graft.sampling.checks import expect
 
-NORM_GROUP = 16  # number of output columns per sum of squares of a folded norm
+NORM_GROUP = 16  # minimum number of output columns per sum of squares of a folded norm
 
 
 class Norm(NamedTuple):
@@ -25,7 +25,7 @@ class Norm(NamedTuple):
     weight: DeviceArray  # float32[width]
     eps: float  # added to the mean square
     out: DeviceArray  # [R, width] in the dtype that the consumer reads
-    square_sums: DeviceArray | None = None  # float32[R, width / NORM_GROUP]
+    square_sums: DeviceArray | None = None  # float32[R, width / NORM_GROUP], workspace
 
 
 class HeadNorms(NamedTuple):

@@ -381,8 +381,7 @@ class Products:
             partials = self._zeroed_workspace("float32", shape.partials)
             counters = self._zeroed_workspace("int32", shape.grid[0] * shape.grid[1])
             args = (*args, partials, counters)
-        block = tensor_cores.BLOCK
-        lane.kernel(kernel, shape.grid, block, args, shared=shape.shared, name=name)
+        lane.kernel(kernel, shape.grid, shape.block, args, shared=shape.shared, name=name)
 
     def _zeroed_workspace(self, dtype: str, size: int) -> DeviceArray | None:
         """Return workspace of at least `size` elements for split-K kernels, or None if `size` is 0.

@@ -11,10 +11,9 @@ from typing import NamedTuple
 from graft.models.llm.kernels.loader import ceil_div
 
 # Tile and block sizes. They must match the constants in the kernels.
-BLOCK = 256
 INNER_MULTIPLE = 128
 COLUMN_MULTIPLE = 16
-_MAX_SPLITS = 8  # split-K: maximum number of blocks that compute one tile
+_MAX_SPLITS = 4  # split-K: maximum number of blocks that compute one tile
 _TILE_COLUMNS = 128
 # Number of inner indices that the pipeline stages of linear_many hold in shared memory together, by
 # bytes per weight and rows per tile.
@@ -31,15 +30,17 @@ TALL_SHARED = 227 * 1024
 _FEW_ROWS = 16  # maximum rows for linear_few; more rows use linear_many
 #: Number of multiprocessors of an H100 or H200. The number of K splits is chosen for these GPUs.
 MULTIPROCESSORS = 132
-# Blocks of linear_many that run on one multiprocessor at the same time, by rows per tile.
+# Blocks that run on one multiprocessor at the same time: of linear_few by TILES, and of linear_many
+# by rows per tile.
+_FEW_BLOCKS_PER_MULTIPROCESSOR = {1: 3, 2: 2}
 _BLOCKS_PER_MULTIPROCESSOR = {32: 2, 64: 1, 128: 1, _TALL_TILE: 1}
 # Time of a wave of tall tiles, in units of the time of a wave of tiles of 128 rows. It is the ratio
 # of the bytes that the two waves read through the L2 cache.
 _TALL_WAVE = 1.5
 # Estimated cost of K splits, in units of the time of one wave without splits that multiplies
-# _SPLIT_COST_INNER inner indices. The end of each wave costs _SPLIT_COST. Storing and adding eight
-# partial sums per output of all tiles of a wave costs _SPLIT_COST_PER_ROW for each row of a tile.
-_SPLIT_COST_PER_ROW = 0.3 / 32
+# _SPLIT_COST_INNER inner indices. The end of each wave costs _SPLIT_COST. Storing and adding a
+# partial sum per output of all tiles of a wave costs _SPLIT_COST_PER_ROW for each row of a tile.
+_SPLIT_COST_PER_ROW = 0.0375 / 32
 _SPLIT_COST_INNER = 4096
 _SPLIT_COST = 0.07
 
@@ -50,9 +51,10 @@ class MmaShape(NamedTuple):
     kernel: str  # name of the kernel and of its file
     defines: dict[str, int]  # compile-time constants that depend on the shape
     grid: tuple[int, int, int]  # z is the number of K splits
+    block: int  # threads per block
+    blocks_per_multiprocessor: int  # number of blocks that run at the same time
     shared: int = 0  # dynamic shared memory in bytes
     partials: int = 0  # size of the split-K workspace in floats; 0 without splits
-    blocks_per_multiprocessor: int = 2  # number of blocks that run at the same time
 
     @property
     def waves(self) -> int:
@@ -88,7 +90,9 @@ def mma_shape(
         # rows, it thus uses each input row that it loads for twice as many output columns.
         tiles = ceil_div(rows, 8)
         across = ceil_div(columns, tiles * COLUMN_MULTIPLE)
-        return MmaShape("linear_few", {"TILES": tiles}, (across, 1, 1))
+        per_multiprocessor = _FEW_BLOCKS_PER_MULTIPROCESSOR[tiles]
+        grid = (across, 1, 1)
+        return MmaShape("linear_few", {"TILES": tiles}, grid, 128 * tiles, per_multiprocessor)
     staged = _STAGED[nbytes]
     block = next((size for size in staged if rows <= size), max(staged))
     if allow_tall and rows > block:
@@ -109,9 +113,10 @@ def mma_shape(
         "linear_many",
         {"ROW_BLOCK": block, "OUTPUTS": outputs},
         (down, across, splits),
+        256,
+        _BLOCKS_PER_MULTIPROCESSOR[block],
         shared,
         partials,
-        _BLOCKS_PER_MULTIPROCESSOR[block],
     )
 
 
@@ -144,9 +149,7 @@ def _choose_splits(tiles: int, rows: int, inner: int) -> int:
     The product has `tiles` tiles of `rows` rows each.
     """
     # min() returns the first, that is the smallest, of several equally good numbers.
-    return min(
-        (1, 2, 4, _MAX_SPLITS), key=lambda splits: _estimated_time(tiles, rows, inner, splits)
-    )
+    return min((1, 2, _MAX_SPLITS), key=lambda splits: _estimated_time(tiles, rows, inner, splits))
 
 
 def _estimated_time(tiles: int, rows: int, inner: int, splits: int) -> float:
@@ -164,5 +167,5 @@ def _estimated_time(tiles: int, rows: int, inner: int, splits: int) -> float:
     if splits == 1:
         return time
     stored = 1 + _MAX_SPLITS - _MAX_SPLITS // splits
-    cost = _SPLIT_COST_PER_ROW * stored / _MAX_SPLITS * rows * tiles / concurrent
+    cost = _SPLIT_COST_PER_ROW * stored * rows * tiles / concurrent
     return time + (cost + _SPLIT_COST * waves) * _SPLIT_COST_INNER / inner
