@@ -145,7 +145,7 @@ PTX_TESTS = $(addprefix tests/models/test_, kernel_library.py attention.py fp8.p
 PTX_ONCE = $(wildcard tests/softcuda/test_ptx*.py) tests/softcuda/test_nvrtc_wrapper.py \
   tests/softcuda/test_programs.py tests/cudagraph/test_load_image.py \
   tests/models/test_engine_ptx.py tests/models/test_attention_counts.py \
-  tests/sampling/test_kernel_counts.py \
+  tests/models/test_product_counts.py tests/sampling/test_kernel_counts.py \
   tests/cudagraph/test_nvrtc.py tests/models/test_machine_code.py
 PTX_ARCHITECTURES ?= 80 90 100
 PTX_OPTIONS = --ptx -o faulthandler_timeout=3600 \

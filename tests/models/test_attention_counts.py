@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
+import launch_counts
 import pytest
 
 from graft.tools.bench import roofline
 
 pytestmark = [pytest.mark.ptx, pytest.mark.nvrtc]
 
-LAUNCH = Path(__file__).with_name("attention_launch.py")
 STEP = 16  # positions of a step, which are loaded together
 # Numbers of the parameters `keys` and `values` of the attention kernels.
 KEYS_AND_VALUES = {"attention_split": ("5", "6"), "attention_prompt": ("4", "5")}
@@ -22,19 +16,7 @@ KEYS_AND_VALUES = {"attention_split": ("5", "6"), "attention_prompt": ("4", "5")
 
 def count(tmp_path, **arguments):
     """Launch attention (`attention_launch.launch`). Return the counts by kernel."""
-    path = tmp_path / "counts"
-    variables = {
-        **os.environ,
-        "GRAFT_DEVICE": "soft",
-        "GRAFT_CODE": "ptx",
-        "GRAFT_PTX_ARCH": "90",
-        "SOFTCUDA_COUNT": str(path),
-    }
-    for name in ("SOFTCUDA_PTX_SEED", "SOFTCUDA_RACECHECK"):
-        variables.pop(name, None)
-    command = [sys.executable, str(LAUNCH), json.dumps(arguments)]
-    subprocess.run(command, env=variables, check=True)
-    launches = [json.loads(line) for line in path.read_text().splitlines()]
+    launches = launch_counts.run("attention_launch.py", tmp_path / "counts", arguments)
     return {launch["kernel"]: launch for launch in launches}
 
 

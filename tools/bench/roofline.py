@@ -10,8 +10,9 @@ a product waits for the previous kernel, it already loads its first weights.
 
 The launch configurations come from the functions that the kernels are launched with, and the
 numbers of instructions from machine code for sm_90 (``tests/tools/test_roofline.py``) or, without
-copies of registers, from executed PTX (``tests/models/test_attention_counts.py``). The estimates
-have not been compared with a GPU.
+copies of registers, from executed PTX (``tests/models/test_attention_counts.py``). The bytes that
+products load and store are counted on PTX too (``tests/models/test_product_counts.py``). The
+estimates have not been compared with a GPU.
 """
 
 from __future__ import annotations
