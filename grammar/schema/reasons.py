@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = ["NoExactForm", "Reason"]
 
@@ -31,10 +31,12 @@ class Reason(NamedTuple):
 class NoExactForm(Exception):
     """Raised for a keyword without a form that a backend enforces exactly.
 
-    The caller catches it and reports it to the user as a `Reason`.
+    The caller catches it and reports it to the user as a `Reason`. The error only affects values
+    that satisfy the schema `values`.
     """
 
-    def __init__(self, keyword: str, why: str):
+    def __init__(self, keyword: str, why: str, values: Any = True):
         super().__init__(f"{keyword}: {why}")
         self.keyword = keyword
         self.why = why
+        self.values = values

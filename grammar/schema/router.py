@@ -60,7 +60,7 @@ class Route:
         keywords. If `exact` is False, the parts that `reasons` names are missing.
     text
         `schema` with LLGuidance's options as JSON text that LLGuidance accepts; empty if `backend`
-        is None.
+        is None, or if only `rules` is known.
     exact
         Whether every output satisfies the original schema.
     rules
@@ -131,6 +131,13 @@ def route(
     """
     check_options(key_order, whitespace, assert_formats)
     given_parts = check_schema(schema)
+    spelling = tuple(itertools.islice(_restricted_spellings(given_parts), _MAX_REASONS))
+    if key_order == "any":
+        form = _any_order_form(schema, draft, whitespace, assert_formats)
+        if form is not None:
+            return Route(
+                "llguidance", form.schema, True, "", form.rules, (), form.narrowed, (), spelling
+            )
     rewritten, reasons, checked = _closest_form(schema, draft, whitespace, assert_formats)
     closest = rewritten.schema
     accepted = bool(checked.text)
@@ -154,7 +161,7 @@ def route(
         reasons=tuple(reasons[:_MAX_REASONS]),
         narrowed=rewritten.narrowed + excluded + ordered,
         ordered=ordered,
-        spelling=tuple(itertools.islice(_restricted_spellings(given_parts), _MAX_REASONS)),
+        spelling=spelling,
     )
 
 
@@ -197,6 +204,40 @@ def automaton_form(
     if key_order == "any" and any(has_orders(part) for _, part in subschemas(form.schema)):
         return None
     return AutomatonForm(form.schema, form.narrowed)
+
+
+class _AnyOrderForm(NamedTuple):
+    """Result of `_any_order_form`: the fields of `Route` with the same names."""
+
+    schema: Any
+    rules: str
+    narrowed: tuple[Reason, ...]
+
+
+def _any_order_form(
+    schema: Any, draft: int, whitespace: Whitespace, assert_formats: bool | None
+) -> _AnyOrderForm | None:
+    """Return a Lark grammar of a schema with all objects' keys in any order, if one is known.
+
+    Return None if the schema needs no Lark grammar. LLGuidance checks the grammar but not the
+    schema, because a grammar may exist for a schema that LLGuidance refuses.
+    """
+    impossible: frozenset[str] = frozenset()
+    while True:
+        form = rewrite(
+            schema, draft=draft, assert_formats=assert_formats, impossible=impossible, for_lark=True
+        )
+        if form.lost or not isinstance(form.schema, dict):
+            return None
+        pointers = endless_definitions(form.schema, subschemas(form.schema))
+        found = {form.origins.get(pointer, pointer) for pointer in pointers}
+        if found <= impossible:
+            break
+        impossible |= found
+    rules, ordered, excluded = any_order_grammar(form.schema, whitespace)
+    if not rules or ordered:
+        return None
+    return _AnyOrderForm(form.schema, rules, form.narrowed + excluded)
 
 
 class _Checked(NamedTuple):

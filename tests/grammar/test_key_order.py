@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import decimal
 import itertools
 import json
 import random
@@ -27,10 +28,11 @@ SCALARS: list[Any] = [
     {"enum": ["x", 1]},
     {"type": ["null", "string"]},
     {"type": "integer", "minimum": 2, "maximum": 7},
+    {"type": "number", "not": {"type": "integer"}},
     False,
     {},
 ]
-VALUES: list[Any] = [1, 3, 5, "x", "y", True, None, [], {}]
+VALUES: list[Any] = [1, 3, 5, 0.5, "x", "y", True, None, [], {}]
 
 
 def random_schema(rng: random.Random, depth: int) -> Any:
@@ -50,6 +52,7 @@ def random_schema(rng: random.Random, depth: int) -> Any:
             "prefixItems": [random_schema(rng, depth - 1) for _ in range(2)],
             "minItems": rng.randint(0, 2),
             "maxItems": rng.randint(1, 3),
+            "contains": random_schema(rng, depth - 1),
         }
         return schema | {key: value for key, value in more.items() if rng.random() < 0.5}
     names = rng.sample("abcdef", rng.randint(1, 4))
@@ -69,6 +72,8 @@ def random_schema(rng: random.Random, depth: int) -> Any:
             {"properties": {rng.choice("abz"): {"type": ["integer", "string"]}}},
             {"$ref": "#/$defs/shared"},
         ]
+    if rng.random() < 0.1:
+        schema["not"] = {"properties": {names[0]: {"items": rng.choice(SCALARS)}}}
     if rng.random() < 0.1:
         schema[rng.choice(["minProperties", "maxProperties"])] = rng.randint(1, 4)
     return schema
@@ -173,7 +178,10 @@ def test_any_order_has_no_dead_ends(count):
         for _ in range(3):
             text = grammar.generate(choose, 400)
             if text is not None:
-                value = json.loads(text, object_pairs_hook=without_duplicates)
+                # A float could round a fraction to an integer.
+                value = json.loads(
+                    text, parse_float=decimal.Decimal, object_pairs_hook=without_duplicates
+                )
                 assert validator.is_valid(value), (schema, text)
                 ended += 1
     assert ended > count
@@ -356,3 +364,83 @@ def test_any_order_falls_back_to_schema_order():
         {"enum": [{"a": 1}, 3]},
     ):
         assert route(schema).ordered == route(schema, key_order="any").ordered == ()
+
+
+#: Schemas that LLGuidance refuses, with values of their property ``a``.
+BEYOND_LLGUIDANCE: dict[str, tuple[Any, list[Any]]] = {
+    "contains": (
+        {"type": "array", "contains": {"required": ["p"]}},
+        [[], [{}], [{"p": 1}], [{}, {"q": 1, "p": 1}, 2], [1, [], {"p": {}}], [1], "x"],
+    ),
+    "some item differs": (
+        {"type": ["array", "null"], "not": {"items": {"type": "string"}}},
+        [[], ["x"], [1], ["x", 1, "y"], ["x", "y", {"q": 1, "p": []}], None],
+    ),
+    "some item of a kind differs": (
+        {"items": {"type": ["string", "integer"]}, "contains": {"not": {"type": "integer"}}},
+        [[], [1], [1, "x"], [1, "x", None], ["x"], {}, 1],
+    ),
+    "fractions": (
+        {"type": ["number", "string"], "not": {"type": "integer"}},
+        [1, 0, -1, 0.5, -1.5, 10.05, "x", None],
+    ),
+    "recursive intersection": (
+        {"$ref": "#/$defs/tree", "required": ["n"], "maxProperties": 2},
+        [{}, {"n": {}}, {"n": {"m": 1, "n": {}}, "m": 2}, {"m": 2}, {"n": {"n": 1}}],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND_LLGUIDANCE)
+def test_any_order_of_schemas_that_llguidance_refuses(name):
+    part, values = BEYOND_LLGUIDANCE[name]
+    tree = {"type": "object", "properties": {"n": {"$ref": "#/$defs/tree"}, "m": {}}}
+    schema = {
+        "type": "object",
+        "properties": {"a": part, "b": {}},
+        "required": ["a"],
+        "$defs": {"tree": tree},
+    }
+    found = route(schema, key_order="any")
+    assert found.exact and not found.narrowed
+    grammar = Grammar.routed(found)
+    validator = jsonschema.Draft202012Validator(schema)
+    verdicts = []
+    for value in values:
+        verdicts.append(validator.is_valid({"a": value}))
+        for document in ({"a": value}, {"a": value, "b": 1}, {"b": [], "a": value}):
+            assert grammar.accepts_value(document) == verdicts[-1], document
+    assert set(verdicts) == {True, False}
+
+
+def test_any_order_excludes_values_that_never_end():
+    """No property begins if the intersection of two recursive schemas has no finite value."""
+
+    def nested(leaf: int) -> dict[str, Any]:
+        inner = {"anyOf": [{"$ref": f"#/$defs/nested{leaf}"}, {"const": leaf}]}
+        return {"type": "object", "properties": {"n": inner, "x": {}}, "required": ["n"]}
+
+    both = {"allOf": [{"$ref": "#/$defs/nested1"}, {"$ref": "#/$defs/nested2"}]}
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": both, "b": {"anyOf": [both, {"type": "null"}]}, "c": {}},
+        "additionalProperties": False,
+        "$defs": {"nested1": nested(1), "nested2": nested(2)},
+    }
+    grammar = Grammar.routed(route(schema, key_order="any"))
+    assert grammar.accepts('{"c": 1, "b": null}')
+    for text in ('{"a', '{"b": {'):
+        matcher = grammar.matcher()
+        assert [matcher.accept(byte) for byte in text.encode()][-1] is False
+    schema["required"] = ["a"]
+    with pytest.raises(GrammarError):
+        GrammarSpec.json_schema(schema, key_order="any").check()
+
+
+def test_any_order_refuses_patterns_with_common_names():
+    """Patterns are compared where no disjoint patterns are known for them."""
+    patterns = {"^a": {"type": "integer"}, "^(?=[a-z]{50,60}$).*b": {"type": "string"}}
+    schema = {"properties": {"x": {}}, "patternProperties": patterns}
+    found = route(schema, key_order="any")
+    grammar = Grammar.routed(found) if found.exact and not found.ordered else None
+    assert grammar is None or not grammar.accepts_value({"x": 1, "a" * 50 + "b": "s"})

@@ -268,8 +268,9 @@ column `auto` shows how graft treats the example with `backend="auto"` if LLGuid
 * *narrowed*: Every output satisfies the schema, but some valid values are never produced.
   `Route.narrowed` describes these values.
 * *automaton*: Only an [automaton](README.md#automata) can enforce an equivalent schema. The schema
-  is refused in structural formats, if the automaton would be too large, and with `key_order="any"`
-  unless all objects have one order of keys.
+  is refused in structural formats, and if the automaton would be too large. With
+  `key_order="any"`, only `contains` without a number of items and the exclusion of integers are
+  enforced, unless all objects have one order of keys.
 * *refused*: `GrammarSpec.check()` raises an error that names the JSON pointer and the keyword,
   and the engine ends a request with the same error.
 * *annotation*: The JSON Schema standard does not require the keyword to be enforced. It has no

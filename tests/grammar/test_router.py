@@ -519,3 +519,19 @@ def test_schema_that_makes_llguidance_panic_is_refused():
     found = route({"anyOf": [number, {"type": "null"}]})
     [reason] = found.reasons
     assert not found.exact and "LLGuidance fails" in reason.why
+
+
+@pytest.mark.parametrize("key_order", ["schema", "any"])
+def test_identifiers_of_other_drafts_are_ignored(key_order):
+    """``id`` is no keyword from draft 6 on, so references below it refer to the whole document."""
+    one = {"id": "one", "type": "object", "properties": {"b": {"$ref": "#/definitions/two"}}}
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "type": "object",
+        "properties": {"a": {"$ref": "#/definitions/one"}, "id": {"const": 1}},
+        "definitions": {"one": one, "two": {"id": "two", "type": "integer"}},
+    }
+    grammar = Grammar(spec=GrammarSpec.json_schema(schema, key_order=key_order))
+    assert grammar.accepts_value({"a": {"b": 1}, "id": 1})
+    assert not grammar.accepts_value({"a": {"b": "x"}})
+    assert not grammar.accepts_value({"id": 2})

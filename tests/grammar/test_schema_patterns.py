@@ -10,12 +10,19 @@ import re
 import pytest
 from router_util import Grammar
 
+from graft.grammar import GrammarSpec
 from graft.grammar.regular.expression import characters, concat, minus, repeat, text, union
 from graft.grammar.regular.pattern_text import matching_pattern
 from graft.grammar.regular.regex import NoAutomaton
 from graft.grammar.schema.reasons import NoExactForm
 from graft.grammar.schema.rewrite import rewrite
 from graft.grammar.schema.rewrite.patterns import complement_of, disjoint_patterns, plain_pattern
+from graft.grammar.schema.rewrite.strings import (
+    HOSTNAME,
+    HOSTNAME_WITHOUT_PUNYCODE,
+    NOT_HOSTNAME,
+    PERHAPS_PUNYCODE,
+)
 
 STRINGS = ["".join(chars) for size in range(5) for chars in itertools.product("ab-", repeat=size)]
 
@@ -152,3 +159,28 @@ def test_matching_pattern_of_differences():
     ]
     with pytest.raises(NoAutomaton, match="more than 400 states"):
         matching_pattern(concat([repeat(letter, 0, None), text("a"), repeat(letter, 12, 12)]))
+
+
+def test_host_names_and_their_complement_divide_all_strings():
+    rng = random.Random(1)
+    pieces = ["a", "Z", "0", "-", ".", "--", "xn--", "_", " ", "é", "b" * 62, "c" * 63, "d" * 64]
+    counts: collections.Counter[bool] = collections.Counter()
+    for _ in range(2000):
+        string = "".join(rng.choices(pieces, k=rng.randrange(6)))
+        is_name = re.search(HOSTNAME, string) is not None
+        assert (re.search(NOT_HOSTNAME, string) is None) == is_name, string
+        if is_name and not re.search(PERHAPS_PUNYCODE, string):
+            assert re.search(HOSTNAME_WITHOUT_PUNYCODE, string), string
+        counts[is_name] += 1
+    assert min(counts.values()) > 100
+
+
+@pytest.mark.parametrize("key_order", ["schema", "any"])
+def test_one_of_host_names_and_addresses(key_order):
+    """Every IPv4 address is a host name, and no IPv6 address is one."""
+    formats = [{"format": name} for name in ("hostname", "ipv4", "ipv6")]
+    host = {"type": "string", "oneOf": formats}
+    schema = {"type": "object", "properties": {"a": host, "b": {}}}
+    grammar = Grammar(spec=GrammarSpec.json_schema(schema, key_order=key_order))
+    for value, is_valid in (("a.b-c", True), ("::1", True), ("1.2.3.4", False), ("a_b", False)):
+        assert grammar.accepts_value({"a": value}) == is_valid

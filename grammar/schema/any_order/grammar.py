@@ -27,28 +27,35 @@ from graft.grammar.schema.any_order.merged_constraints import (
 )
 from graft.grammar.schema.documents import (
     JSON_TYPES,
+    ForAutomata,
     SchemaObject,
     common_types,
     has_orders,
     subschemas,
     types_of,
     values_of,
+    word_set,
 )
 from graft.grammar.schema.llguidance_check import lark_error
 from graft.grammar.schema.llguidance_options import json_options, literal
 from graft.grammar.schema.reasons import NoExactForm, Reason
+from graft.grammar.schema.rewrite.patterns import have_common_string
 from graft.grammar.spec import Whitespace
 
 __all__ = ["any_order_grammar"]
 
 _WHOLE = "schema"  # keyword of the `NoExactForm` errors that end the construction of a grammar
-_MAX_RULES = 3000
+_MAX_RULES = 20_000
 _MAX_OPTIONS = 256  # maximum number of options of an anyOf
-_MAX_CHARACTERS = 400_000
+_MAX_CHARACTERS = 1_200_000
+_OF_NUMBERS = word_set("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf enum const")
+_NO_INTEGER = ForAutomata(1)
 _KEPT_ORDER = "keys are produced in the schema's order only: "
 
 
 Reasons = tuple[Reason, ...]
+#: A conjunction: the sorted object ids of its schemas.
+_Key = tuple[int, ...]
 
 
 def any_order_grammar(schema: Any, whitespace: Whitespace) -> tuple[str, Reasons, Reasons]:
@@ -57,7 +64,7 @@ def any_order_grammar(schema: Any, whitespace: Whitespace) -> tuple[str, Reasons
     Parameters
     ----------
     schema
-        A schema that LLGuidance accepts.
+        A rewritten schema; see `graft.grammar.schema.rewrite`.
     whitespace
         As in `Spec`.
 
@@ -79,8 +86,7 @@ def any_order_grammar(schema: Any, whitespace: Whitespace) -> tuple[str, Reasons
         # the first grammar because a JSON part is unsatisfiable.
         for check_satisfiable in (False, True):
             json_parts = JsonParts(schema, whitespace, check_satisfiable)
-            builder = _RuleBuilder(json_parts)
-            rules = builder.grammar(schema, whitespace)
+            builder, rules = _build(json_parts, schema, whitespace)
             message = lark_error(rules) if rules else ""
             if not message:
                 ordered = _locate(schema, builder.ordered, _KEPT_ORDER)
@@ -94,6 +100,24 @@ def any_order_grammar(schema: Any, whitespace: Whitespace) -> tuple[str, Reasons
     except NoExactForm as caught:
         error = caught
     return "", _locate(schema, [error], _KEPT_ORDER), ()
+
+
+def _build(json_parts: JsonParts, schema: Any, whitespace: Whitespace) -> tuple[_RuleBuilder, str]:
+    """Return the text of a grammar, and the builder of its rules.
+
+    If a conjunction is satisfied only by values that never end, the grammar is built again without
+    this conjunction. Otherwise, LLGuidance would let a model begin such a value.
+    """
+    builders = []  # keeps schemas alive, so that their ids stay unique
+    impossible: dict[_Key, None] = {}
+    while True:
+        builder = _RuleBuilder(json_parts, impossible)
+        rules = builder.grammar(schema, whitespace)
+        endless = builder.endless_conjunctions()
+        if not endless:
+            return builder, rules
+        builders.append(builder)
+        impossible |= endless
 
 
 def _value_schema(value: Any) -> Any:
@@ -155,19 +179,22 @@ class _RuleBuilder:
     per conjunction: it matches the JSON texts of the values that satisfy all schemas in `parts`.
     The methods append errors to the attribute `ordered` where keys keep the schema's order, and to
     `excluded` where valid keys are never produced. `any_order_grammar` returns both as reasons.
+    `impossible` contains conjunctions that no value satisfies.
     """
 
-    def __init__(self, json_parts: JsonParts):
+    def __init__(self, json_parts: JsonParts, impossible: dict[_Key, None]):
         self.ordered: list[NoExactForm] = []
         self.excluded: list[NoExactForm] = []
         self._json_parts = json_parts
-        # Name of each conjunction's rule, by the object ids of the schemas; None if the conjunction
-        # is unsatisfiable.
-        self._names: dict[tuple[int, ...], str | None] = {}
+        # Name of each conjunction's rule; None if the conjunction is unsatisfiable.
+        self._names: dict[_Key, str | None] = dict(impossible)
         self._unfinished: set[str] = set()  # names of rules that are being built
         self._recursive: set[str] = set()  # names of rules that refer to themselves
         self._alive: list[Any] = []  # keeps schemas alive, so that their ids stay unique
         self._rules: dict[str, str] = {}  # rule bodies by name
+        # For each rule of values, the ways to write a value: the rules of the parts that it must
+        # contain. A rule has a finite text if all parts of one way have one.
+        self._ways: dict[str, list[tuple[str, ...]]] = {}
         self._name_of_body: dict[str, str] = {}
         self._terminals: dict[str, str] = {}  # names of terminals by body
         self._count = 0  # number of names that have been created
@@ -175,7 +202,7 @@ class _RuleBuilder:
 
     def grammar(self, root: Any, whitespace: Whitespace) -> str:
         """Return the text of the grammar; empty if a single ``%json`` allows the same outputs."""
-        if not self._json_parts.has_orders(root):
+        if not self._json_parts.needs_rules(root):
             return ""
         start = self._rule((root,))
         if start is None:
@@ -187,6 +214,19 @@ class _RuleBuilder:
             lines.append(f"{name}: {body}")
         lines.append(lark.separators(json_options(whitespace)))
         return "\n".join(lines)
+
+    def endless_conjunctions(self) -> dict[_Key, None]:
+        """Return the conjunctions whose rules allow only texts that never end."""
+        remaining = self._ways
+        while True:
+            endless = {
+                name: ways
+                for name, ways in remaining.items()
+                if all(any(part in remaining for part in way) for way in ways)
+            }
+            if len(endless) == len(remaining):
+                return dict.fromkeys(key for key, name in self._names.items() if name in endless)
+            remaining = endless
 
     # Names -------------------------------------------------------------------------------------
 
@@ -213,7 +253,7 @@ class _RuleBuilder:
         self._names[key] = name
         self._unfinished.add(name)
         try:
-            body = self._body(conjuncts)
+            options = self._options(conjuncts)
         except NoExactForm as error:
             del self._names[key]
             if name in self._recursive:  # a finished rule may refer to the missing rule `name`
@@ -221,117 +261,131 @@ class _RuleBuilder:
             raise
         finally:
             self._unfinished.remove(name)
-        if body is None:
-            if name in self._recursive:
-                raise NoExactForm("$ref", "a recursive schema allows no value")
-            self._names[key] = None
-            return None
         if name in self._recursive:
-            self._define(name, body)
-        else:
-            name = self._shared_rule(body, name)
-            self._names[key] = name
-        return name
+            self._define(name, " | ".join(options))
+            self._ways[name] = [(option,) for option in options]
+            return name
+        self._names[key] = self._union_rule(options)
+        return self._names[key]
+
+    def _union_rule(self, options: list[str]) -> str | None:
+        """Return the name of a rule of the texts of several rules; None without `options`."""
+        if len(options) <= 1:
+            return options[0] if options else None
+        return self._shared_rule(" | ".join(options), [(option,) for option in options])
 
     def _new_name(self, prefix: str) -> str:
         self._count += 1
-        if self._count > _MAX_RULES:
-            raise NoExactForm(_WHOLE, "the grammar would be too large")
         return f"{prefix}{self._count}"
 
     def _define(self, name: str, body: str) -> None:
         self._rules[name] = body
         self._size += len(body)
-        if self._size > _MAX_CHARACTERS:
+        if len(self._rules) > _MAX_RULES or self._size > _MAX_CHARACTERS:
             raise NoExactForm(_WHOLE, "the grammar would be too large")
 
-    def _shared_rule(self, body: str, name: str = "") -> str:
+    def _shared_rule(self, body: str, ways: list[tuple[str, ...]]) -> str:
         """Return the name of the rule with this body. If there is no such rule, define it.
 
-        A new rule gets the name `name` or, if `name` is empty, a name that is not in use.
+        `ways` is the rule's element of `_ways`.
         """
         if body not in self._name_of_body:
-            self._name_of_body[body] = name or self._new_name("r")
-            self._define(self._name_of_body[body], body)
+            name = self._name_of_body[body] = self._new_name("r")
+            self._define(name, body)
+            self._ways[name] = ways
         return self._name_of_body[body]
 
     def _terminal(self, body: str) -> str:
         new_name = f"T{len(self._terminals)}"
         return self._terminals.setdefault(body, new_name)
 
-    # Bodies of rules ---------------------------------------------------------------------------
+    # Rules of schemas --------------------------------------------------------------------------
 
-    def _body(self, parts: tuple[SchemaObject, ...]) -> str | None:
-        """Return the rule body for values that satisfy all schemas in `parts`; None if none do."""
-        if not any(self._json_parts.has_orders(part) for part in parts):
-            return self._json_parts.json_part(parts)
+    def _options(self, parts: tuple[SchemaObject, ...]) -> list[str]:
+        """Return the names of the rules that together match the values of a conjunction.
+
+        The list is empty if no value satisfies all schemas in `parts`.
+        """
+        if not any(self._json_parts.needs_rules(part) for part in parts):
+            return _without_none([self._json_rule(parts)])
         for index, part in enumerate(parts):
             others = parts[:index] + parts[index + 1 :]
             if "$ref" in part:
                 target = self._json_parts.resolve(part["$ref"])
                 rest = self._json_parts.without(part, "$ref")
-                return self._rule((target, rest, *others))
+                return _without_none([self._rule((target, rest, *others))])
             if "anyOf" in part:
                 rest = self._json_parts.without(part, "anyOf")
                 return self._union(part["anyOf"], (rest, *others))
         return self._plain(parts)
 
-    def _union(self, options: list[Any], rest: Conjuncts) -> str | None:
-        """Return the rule body for values that satisfy one of `options` and all schemas in `rest`.
+    def _union(self, options: list[Any], rest: Conjuncts) -> list[str]:
+        """Return rules for the values that satisfy one of `options` and all schemas in `rest`.
 
-        `options` are the schemas of an ``anyOf``. Each option becomes an alternative of the rule,
-        except that the options that need no Lark rules share one JSON part (``%json``). Return None
-        if there are no such values.
+        `options` are the schemas of an ``anyOf``. There is a rule for each option, except that the
+        options that need no Lark rules share one JSON part (``%json``).
         """
         if len(options) > _MAX_OPTIONS:
             raise NoExactForm("anyOf", f"more than {_MAX_OPTIONS} options ({len(options)})")
         conjuncts = self._json_parts.conjuncts(rest)
         if conjuncts is None:
-            return None
+            return []
         leaf_options = []
         names = []
         for option in options:
-            if any(map(self._json_parts.has_orders, (option, *conjuncts))):
+            if any(map(self._json_parts.needs_rules, (option, *conjuncts))):
                 names.append(self._rule((option, *conjuncts)))
             else:
                 leaf_options.append(option)
         if leaf_options:
             names.append(self._rule(({"anyOf": leaf_options}, *conjuncts)))
-        distinct = list(dict.fromkeys(name for name in names if name is not None))
-        return " | ".join(distinct) or None
+        return _without_none(names)
 
-    def _plain(self, parts: tuple[SchemaObject, ...]) -> str | None:
-        """Return the rule body for values that satisfy all schemas in `parts`; None if none do.
-
-        The schemas must have neither ``$ref`` nor ``anyOf``.
-        """
+    def _plain(self, parts: tuple[SchemaObject, ...]) -> list[str]:
+        """Implement `_options` for schemas that have neither ``$ref`` nor ``anyOf``."""
         for part in parts:
             unknown = part.keys() - KNOWN
             if unknown:
                 raise NoExactForm(min(unknown), "not supported for keys in any order")
+        types = JSON_TYPES
+        for part in parts:
+            types = common_types(types, types_of(part))
+        if not types:
+            return []
         for index, part in enumerate(parts):
             if "enum" in part or "const" in part:
                 if not has_orders(part):
-                    return self._json_parts.json_part(parts)
+                    return _without_none([self._json_rule(parts, types)])
                 keyword = "enum" if "enum" in part else "const"
                 options = [_value_schema(value) for value in values_of(part) or ()]
                 if None in options:
                     self.ordered.append(NoExactForm(keyword, "the listed values contain objects"))
-                    return self._json_parts.json_part(parts)
+                    return _without_none([self._json_rule(parts, types)])
                 self._alive.append(tuple(options))
                 rest = self._json_parts.without(part, keyword)
                 return self._union(options, (rest, *parts[:index], *parts[index + 1 :]))
-        types = JSON_TYPES
-        for part in parts:
-            types = common_types(types, types_of(part))
         names = []
         for json_type in ("object", "array"):
             if json_type in types:
                 names.append(self._object_or_array(json_type, parts))
         scalar_types = types - {"object", "array"}
+        if any("notMultipleOf" in part for part in parts):
+            if "number" in types:
+                names.append(self._fraction(parts))
+            scalar_types -= {"number", "integer"}
         if scalar_types:
             names.append(self._json_rule(parts, scalar_types))
-        return " | ".join(filter(None, names)) or None
+        return _without_none(names)
+
+    def _fraction(self, parts: tuple[SchemaObject, ...]) -> str:
+        """Return the name of the rule for the numbers that are no integers.
+
+        Raise `NoExactForm` if the schemas in `parts` have other requirements for numbers.
+        """
+        for part in parts:
+            if _OF_NUMBERS & part.keys() or part.get("notMultipleOf", _NO_INTEGER) != _NO_INTEGER:
+                raise NoExactForm("multipleOf", "not supported for keys in any order")
+        return self._shared_rule(self._terminal(lark.regex(lark.FRACTION)), [()])
 
     def _object_or_array(self, json_type: str, parts: tuple[SchemaObject, ...]) -> str | None:
         """Return the name of the rule for the objects or the arrays that satisfy a conjunction.
@@ -349,27 +403,44 @@ class _RuleBuilder:
             self.ordered.append(error)
             return self._json_rule(parts, frozenset((json_type,)))
 
-    def _json_rule(self, parts: Conjuncts, types: frozenset[str]) -> str | None:
+    def _json_rule(self, parts: Conjuncts, types: frozenset[str] | None = None) -> str | None:
         """Return the name of a rule for the values of `types` that satisfy all schemas in `parts`.
 
         The rule consists of a schema for LLGuidance (``%json``). Return None if it is known that no
-        value satisfies them.
+        value satisfies them. By default, the values may have any type.
         """
         body = self._json_parts.json_part(parts, types)
-        return None if body is None else self._shared_rule(body)
+        return None if body is None else self._shared_rule(body, [()])
 
     def _array(self, shape: ArrayShape, parts: Conjuncts) -> str | None:
         """Return the name of the rule for arrays; None if no array is valid.
 
         `shape` contains the merged constraints of the conjunction `parts`.
         """
-        if not any(map(self._json_parts.has_orders, shape.items)):
+        if shape.contained is not True:
+            return self._containing_array(shape)
+        if not any(map(self._json_parts.needs_rules, shape.items)):
             return self._json_rule(parts, frozenset(("array",)))
         item = None if shape.high == 0 else self._rule(shape.items)
         high = 0 if item is None else shape.high
         if high is not None and shape.low > high:
             return None
-        return self._shared_rule(lark.array_body(item, shape.low, high))
+        way = (item,) if item is not None and shape.low > 0 else ()
+        return self._shared_rule(lark.array_body(item, shape.low, high), [way])
+
+    def _containing_array(self, shape: ArrayShape) -> str | None:
+        """Return the name of the rule for arrays with an item that `shape.contained` requires.
+
+        Return None if there are no such arrays.
+        """
+        if shape.low > 1 or shape.high is not None:
+            raise NoExactForm("contains", "the number of items is limited")
+        contained = self._rule((shape.contained, *shape.items))
+        if contained is None:
+            return None
+        item = self._rule(shape.items)
+        assert item is not None  # `contained` matches an item
+        return self._shared_rule(lark.containing_body(item, contained), [(contained,)])
 
     def _object(self, shape: ObjectShape) -> str | None:
         """Return the name of the rule for objects with the constraints `shape`.
@@ -398,6 +469,7 @@ class _RuleBuilder:
             self._name_of_body[key] = name
             for head, body in lark.object_rules(name, pairs).items():
                 self._define(head, body)
+            self._ways[name] = [tuple(rules[name] for name in required)]
         return self._name_of_body[key]
 
     def _other_pairs(self, shape: ObjectShape) -> str | None:
@@ -408,6 +480,8 @@ class _RuleBuilder:
         names = [literal(lark.key(name)) for name in shape.names]
         patterns = [lark.regex(lark.pattern_key(pattern)) for pattern in shape.patterns]
         any_key = lark.regex(lark.PLAIN_KEY if patterns else lark.ANY_KEY)
+        if have_common_string(shape.patterns):
+            raise NoExactForm("patternProperties", "a name may match several patterns")
         if patterns:
             why = "keys with characters that JSON escapes are not produced"
             self.excluded.append(NoExactForm("patternProperties", why))
@@ -428,4 +502,9 @@ class _RuleBuilder:
             if excluded:
                 keys += f" & ~({' | '.join(excluded)})"
             options.append(f"{self._terminal(keys)} COLON {rule}")
-        return self._shared_rule(" | ".join(options)) if options else None
+        return self._shared_rule(" | ".join(options), [()]) if options else None
+
+
+def _without_none(names: list[str | None]) -> list[str]:
+    """Return the distinct names of rules in a list in which None stands for a missing rule."""
+    return list(dict.fromkeys(name for name in names if name is not None))

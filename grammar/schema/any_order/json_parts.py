@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from graft.grammar.schema.any_order.merged_constraints import ARRAYS, OBJECTS, Conjuncts
-from graft.grammar.schema.documents import SchemaObject, has_orders, word_set
+from graft.grammar.schema.documents import SchemaObject, has_orders, subschemas, word_set
 from graft.grammar.schema.llguidance_check import schema_error
 from graft.grammar.schema.llguidance_options import with_options
 from graft.grammar.schema.name_spelling import with_one_spelling
@@ -23,20 +23,21 @@ from graft.grammar.spec import Whitespace
 
 __all__ = ["KNOWN", "JsonParts"]
 
-#: Keywords that a schema in a ``%json`` expression may have, besides ``$ref``, ``anyOf``, ``allOf``
-#: and ``oneOf``.
+#: Keywords that need Lark rules, because LLGuidance's schemas do not have them.
+_NOT_IN_JSON = word_set("contains minContains notMultipleOf notPattern")
+#: Keywords that a schema may have, besides ``$ref``, ``anyOf``, ``allOf`` and ``oneOf``.
 KNOWN = (
     OBJECTS
     | ARRAYS
     | word_set(
         """type enum const format pattern minLength maxLength minimum maximum exclusiveMinimum
-    exclusiveMaximum multipleOf"""
+    exclusiveMaximum multipleOf notMultipleOf"""
     )
 )
-_KEPT = KNOWN | word_set("$ref anyOf allOf oneOf")
+_KEPT = KNOWN | word_set("$ref anyOf allOf oneOf notPattern")
 _MAPS = ("properties", "patternProperties")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
-_SINGLE = ("additionalProperties", "additionalItems", "items")
+_SINGLE = ("additionalProperties", "additionalItems", "items", "contains")
 
 _StripKey = tuple[int, tuple[str, ...]]  # id of a schema object, removed keywords
 
@@ -61,7 +62,7 @@ class JsonParts:
         self._stripped: dict[_StripKey, tuple[SchemaObject, Any]] = {}
         self._definitions: dict[str, str] = {}  # names of definitions in JSON parts, by pointer
         self._parts: dict[int, SchemaObject] = {}  # reachable schemas, by id
-        self._with_orders: set[int] = set()  # ids of reachable schemas that `has_orders` reports
+        self._with_rules: set[int] = set()  # ids of reachable schemas that `needs_rules` reports
         self._find_parts()
 
     def resolve(self, reference: Any) -> Any:
@@ -104,18 +105,22 @@ class JsonParts:
                 found[id(part)] = part
         return tuple(found.values())
 
-    def has_orders(self, part: Any) -> bool:
-        """Return whether a value of the schema can contain objects whose keys may be reordered."""
+    def needs_rules(self, part: Any) -> bool:
+        """Return whether a schema needs Lark rules.
+
+        It does if a value can contain objects whose keys may be reordered, or if the schema has
+        keywords that LLGuidance's schemas do not have.
+        """
         if not isinstance(part, dict) or id(part) in self._parts:
-            return id(part) in self._with_orders
-        return has_orders(part) or any(map(self.has_orders, self._inner(part)))
+            return id(part) in self._with_rules
+        return _needs_rules(part) or any(map(self.needs_rules, self._inner(part)))
 
     def json_part(self, parts: Conjuncts, types: frozenset[str] | None = None) -> str | None:
         """Return a ``%json`` expression for the values that satisfy all schemas in `parts`.
 
         `types` are the JSON types that the values may have; by default, they may have any type.
         Return None if the object was created with `check_satisfiable` and LLGuidance finds that no
-        value is valid.
+        value is valid. Raise `NoExactForm` if LLGuidance's schemas do not have one of the keywords.
         """
         reached: dict[str, None] = {}
         copies = [self._copy(part, reached) for part in parts]
@@ -123,6 +128,10 @@ class JsonParts:
         definitions = self._copy_definitions(reached)
         if definitions:
             document = {**document, "$defs": definitions}
+        for _, part in subschemas(document):
+            missing = _NOT_IN_JSON & part.keys()
+            if missing:
+                raise NoExactForm(min(missing), "not supported for keys in any order")
         if isinstance(self._root, dict) and "$schema" in self._root:
             document = {"$schema": self._root["$schema"], **document}
         if self._check_satisfiable and schema_error(document).startswith("Unsatisfiable"):
@@ -148,23 +157,23 @@ class JsonParts:
             yield self.resolve(part["$ref"])
 
     def _find_parts(self) -> None:
-        """Find all reachable schemas, and those that contain objects with several key orders."""
+        """Find all reachable schemas, and those that need Lark rules."""
         pending = [self._root]
         while pending:
             part = pending.pop()
             if isinstance(part, dict) and id(part) not in self._parts:
                 self._parts[id(part)] = part
                 pending += self._inner(part)
-        new = {key for key, part in self._parts.items() if has_orders(part)}
+        new = {key for key, part in self._parts.items() if _needs_rules(part)}
         while new:
-            self._with_orders |= new
+            self._with_rules |= new
             new = set()
             for key, part in self._parts.items():
-                if key not in self._with_orders and self._has_inner_with_orders(part):
+                if key not in self._with_rules and self._has_inner_with_rules(part):
                     new.add(key)
 
-    def _has_inner_with_orders(self, part: SchemaObject) -> bool:
-        return any(id(inner) in self._with_orders for inner in self._inner(part))
+    def _has_inner_with_rules(self, part: SchemaObject) -> bool:
+        return any(id(inner) in self._with_rules for inner in self._inner(part))
 
     def _copy_definitions(self, reached: dict[str, None]) -> dict[str, Any]:
         """Return the definitions of a JSON part: a dict from name to a copy of the schema.
@@ -216,11 +225,16 @@ class JsonParts:
         return out
 
 
+def _needs_rules(part: SchemaObject) -> bool:
+    """Return whether a schema needs Lark rules apart from its subschemas."""
+    return not _NOT_IN_JSON.isdisjoint(part) or has_orders(part)
+
+
 def _conjunction(schemas: list[SchemaObject], types: frozenset[str] | None) -> SchemaObject:
     """Return one schema for the values of the given JSON types that satisfy all `schemas`.
 
-    The object and array keywords that are irrelevant for these types are removed from the schemas
-    in place. If `types` is None, the types are not restricted.
+    The keywords that are irrelevant for these types are removed from the schemas in place. If
+    `types` is None, the types are not restricted.
     """
     if types is not None:
         _remove_irrelevant_keywords(schemas, types)
@@ -236,8 +250,10 @@ def _conjunction(schemas: list[SchemaObject], types: frozenset[str] | None) -> S
 
 
 def _remove_irrelevant_keywords(schemas: list[SchemaObject], types: frozenset[str]) -> None:
-    """Remove the object keywords if `types` lacks ``object``, and the array keywords likewise."""
+    """Remove the object keywords if `types` lacks ``object``, and others likewise."""
     irrelevant: set[str] = set()
+    if types.isdisjoint(("number", "integer")):
+        irrelevant.add("notMultipleOf")
     if "object" not in types:
         irrelevant |= OBJECTS
     if "array" not in types:

@@ -17,9 +17,11 @@ from graft.grammar.schema.reasons import NoExactForm
 __all__ = [
     "ANY_KEY",
     "BITS",
+    "FRACTION",
     "PLAIN_KEY",
     "Pairs",
     "array_body",
+    "containing_body",
     "key",
     "object_rules",
     "pattern_key",
@@ -37,6 +39,8 @@ _ANY_TEXT = r"(?s:.)*"
 #: Regular expressions of all keys, and of the keys without escape sequences.
 ANY_KEY = f'"(?:{_PLAIN_CHARACTER}|{_ESCAPED_CHARACTER})*"'
 PLAIN_KEY = f'"{_PLAIN_CHARACTER}*"'
+#: Regular expression of the numbers with a fractional part, written without an exponent.
+FRACTION = r"-?(?:0|[1-9][0-9]*)\.[0-9]*[1-9][0-9]*"
 
 
 def key(name: str) -> str:
@@ -119,6 +123,14 @@ def separators(options: dict[str, Any]) -> str:
             f"OPEN: {literal('[')}",
         ]
     return "\n".join(lines)
+
+
+def containing_body(item: str, contained: str) -> str:
+    """Return the rule body for arrays in which at least one item matches the rule `contained`.
+
+    `item` is the name of the rule of all items.
+    """
+    return f'OPEN ({item} COMMA)* {contained} (COMMA {item})* "]"'
 
 
 def array_body(item: str | None, low: int, high: int | None) -> str:

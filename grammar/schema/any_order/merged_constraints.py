@@ -25,7 +25,7 @@ __all__ = [
 OBJECTS = word_set(
     "properties patternProperties additionalProperties required minProperties maxProperties"
 )
-ARRAYS = word_set("items prefixItems additionalItems minItems maxItems")
+ARRAYS = word_set("items prefixItems additionalItems minItems maxItems contains minContains")
 #: Escape sequences that Python's ``re`` does not support.
 _UNSUPPORTED_ESCAPE = re.compile(r"\\[pPux]\{")
 
@@ -69,11 +69,14 @@ class ArrayShape(NamedTuple):
         Schemas that every item must satisfy.
     low, high
         Minimum and maximum number of items; `high` is None if there is no maximum.
+    contained
+        Schema that some item must satisfy; True if there is no such requirement.
     """
 
     items: Conjuncts
     low: int
     high: int | None
+    contained: Any = True
 
 
 def merge_objects(parts: Conjuncts) -> ObjectShape:
@@ -151,7 +154,8 @@ def _matches(pattern: str, name: str) -> bool:
 def merge_arrays(parts: Conjuncts) -> ArrayShape:
     """Return the constraints that the schemas in `parts` together impose on arrays.
 
-    Raise `NoExactForm` if a schema has separate schemas for the first items (``prefixItems``).
+    Raise `NoExactForm` if a schema has separate schemas for the first items (``prefixItems``), or
+    if several items are required by their schemas.
     """
     parts = tuple(part for part in parts if ARRAYS & part.keys())
     for part in parts:
@@ -162,4 +166,8 @@ def merge_arrays(parts: Conjuncts) -> ArrayShape:
     items = tuple(part.get("items", True) for part in parts)
     lows = [int(part.get("minItems", 0)) for part in parts]
     highs = [int(part["maxItems"]) for part in parts if "maxItems" in part]
-    return ArrayShape(items, max(lows, default=0), min(highs) if highs else None)
+    contained = [part["contains"] for part in parts if "contains" in part]
+    if len(contained) > 1 or any(part.get("minContains", 1) != 1 for part in parts):
+        raise NoExactForm("contains", "several items are required")
+    shape = ArrayShape(items, max(lows, default=0), min(highs) if highs else None)
+    return shape._replace(contained=contained[0]) if contained else shape

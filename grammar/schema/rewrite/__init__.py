@@ -57,6 +57,7 @@ def rewrite(
     assert_formats: bool | None = None,
     impossible: frozenset[str] = frozenset(),
     for_automaton: bool = False,
+    for_lark: bool = False,
 ) -> Rewritten:
     """Rewrite a schema into an equivalent schema that LLGuidance can enforce.
 
@@ -72,6 +73,9 @@ def rewrite(
     for_automaton
         Whether the new schema may have keywords that only automata can enforce: those of
         `ForAutomata`, and ``contains``.
+    for_lark
+        Whether the new schema may have those of these keywords that `any_order_grammar` supports:
+        ``contains`` and ``notMultipleOf``.
     """
     if not isinstance(schema, dict):
         return Rewritten(schema)
@@ -81,7 +85,7 @@ def rewrite(
     schema = normalize(schema, draft, impossible)
     if not isinstance(schema, dict):
         return Rewritten(schema)
-    rewriter = Rewriter(schema, draft, assert_formats, RULES, for_automaton)
+    rewriter = Rewriter(schema, draft, assert_formats, RULES, for_automaton, for_lark)
     new_schema = rewriter.rewrite_document(schema)
     lost = tuple(dict.fromkeys(rewriter.lost))
     narrowed = tuple(dict.fromkeys(rewriter.narrowed))

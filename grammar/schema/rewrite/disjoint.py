@@ -22,6 +22,7 @@ from graft.grammar.schema.documents import (
 from graft.grammar.schema.llguidance_check import is_unsatisfiable
 from graft.grammar.schema.reasons import NoExactForm
 from graft.grammar.schema.references import References
+from graft.grammar.schema.rewrite.patterns import have_common_string
 from graft.grammar.validate import search_pattern
 
 __all__ = ["Disjointness"]
@@ -181,7 +182,10 @@ def _strings_are_apart(one: SchemaObject, other: SchemaObject) -> bool:
         return True
     if one.get("minLength", 0) > other.get("maxLength", math.inf):
         return True
-    return bool(other.get("minLength", 0) > one.get("maxLength", math.inf))
+    if other.get("minLength", 0) > one.get("maxLength", math.inf):
+        return True
+    patterns = [part["pattern"] for part in (one, other) if "pattern" in part]
+    return len(patterns) == 2 and not have_common_string(patterns)
 
 
 def _property_schema(schema: SchemaObject, name: str) -> Any:

@@ -25,6 +25,8 @@ from graft.grammar.schema.rewrite.strings import (
     COMPLEMENTED_FORMATS,
     HOSTNAME,
     KNOWN_FORMATS,
+    NOT_HOSTNAME,
+    PERHAPS_PUNYCODE,
     ecma_pattern,
     literals,
     none_of,
@@ -90,14 +92,21 @@ Names = frozenset[str] | None
 class Negation:
     """Computes complements of schemas of one document.
 
-    `draft` is the document's JSON schema draft: 3, 4, 6, 7, 2019 or 2020. `for_automaton` is as in
-    `rewrite`.
+    `draft` is the document's JSON schema draft: 3, 4, 6, 7, 2019 or 2020. `for_automaton`
+    and `for_lark` are as in `rewrite`.
     """
 
-    def __init__(self, references: References, draft: int, for_automaton: bool = False):
+    def __init__(
+        self,
+        references: References,
+        draft: int,
+        for_automaton: bool = False,
+        for_lark: bool = False,
+    ):
         self._references = references
         self._draft = draft
-        self._for_automaton = for_automaton
+        self._has_not_pattern = for_automaton
+        self._has_other_keywords = for_automaton or for_lark
         self._depth = 0
         # During a call of `partial_complement`: the errors of the parts that the complement leaves
         # out. None at other times.
@@ -222,7 +231,7 @@ class Negation:
             yield self.complement(self._references.resolve(value), types, names)
         elif keyword == "uniqueItems" and value is False:
             return
-        elif keyword == "multipleOf" and self._for_automaton and value == int(value):
+        elif keyword == "multipleOf" and self._has_other_keywords and value == int(value):
             json_type = "number" if "number" in types else "integer"
             yield {"type": json_type, "notMultipleOf": ForAutomata(int(value))}
         elif _is_assertion(keyword):
@@ -239,7 +248,7 @@ class Negation:
             if t not in own_types and not (t == "integer" and "number" in own_types)
         ]
         if "integer" in own_types and "number" in types:
-            if not self._for_automaton:
+            if not self._has_other_keywords:
                 why = "fractional numbers cannot be distinguished from integers"
                 raise NoExactForm("type", why)
             excluded.remove("number")
@@ -253,7 +262,7 @@ class Negation:
         try:
             other = complement_of(pattern) if words is None else none_of(words)
         except NoExactForm:
-            if not self._for_automaton:
+            if not self._has_not_pattern:
                 raise
             excluded = ecma_pattern(pattern, without_nul=False)
             return {"type": "string", "notPattern": ForAutomata(excluded)}
@@ -265,11 +274,15 @@ class Negation:
         From draft 7 on, labels that begin like punycode must be valid punycode.
         """
         if self._draft >= 7:
-            error = NoExactForm("format", "the complement of 'hostname' is not known")
+            values = {"type": "string", "pattern": PERHAPS_PUNYCODE}
+            error = NoExactForm("format", "the complement of 'hostname' is not known", values)
             if self._omitted is None:
                 raise error
             self._omitted.append(error)
-        yield self._other_strings(HOSTNAME)
+        if self._has_not_pattern:  # it has a much smaller automaton than NOT_HOSTNAME
+            yield {"type": "string", "notPattern": ForAutomata(HOSTNAME)}
+        else:
+            yield {"type": "string", "pattern": NOT_HOSTNAME}
         yield {"type": "string", "minLength": 254}
 
     def _other_values(self, values: Any, types: JsonTypes) -> Iterator[Any]:
@@ -340,7 +353,7 @@ class Negation:
             yield {"type": "array", "minItems": len(prefix) + 1}
             return
         max_items = schema.get("maxItems")
-        if self._for_automaton and not prefix:
+        if self._has_other_keywords and not prefix:
             yield {"type": "array", "contains": self.complement(rest)}
             return
         if not isinstance(max_items, (int, float)) or max_items > _MAX_ITEMS:

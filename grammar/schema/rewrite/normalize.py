@@ -46,6 +46,7 @@ _SINCE = {
 #: Keywords that are kept next to ``$ref`` although old drafts ignore all keywords there.
 _KEPT_NEXT_TO_REF = word_set("$schema $defs definitions title description $comment")
 _DEFINITIONS = ("$defs", "definitions")
+_IDENTIFIERS = ("$id", "id")
 #: Keywords whose subschemas apply to the same value as the schema that contains the keyword, but
 #: only if the value meets a condition.
 _CONDITIONAL = ("anyOf", "oneOf", "if", "then", "else", "dependentSchemas")
@@ -63,7 +64,9 @@ def normalize(
     References to the subschemas at the JSON pointers `impossible`, which no value satisfies, are
     replaced with ``false``.
     """
-    root = _without_ignored(root, draft, is_map=False)
+    # An identifier of the document is kept even if its keyword belongs to another draft.
+    identifiers = {keyword: root[keyword] for keyword in _IDENTIFIERS if keyword in root}
+    root = {**_without_ignored(root, draft, is_map=False), **identifiers}
     references = References(root)
     parts = subschemas(root)
     if not references.nested:
@@ -111,10 +114,13 @@ def _without_ignored(part: Any, draft: int, is_map: bool) -> Any:
         return part
     if is_map:
         return {name: _without_ignored(value, draft, is_map=False) for name, value in part.items()}
+    ignored_identifier = "id" if draft >= 6 else "$id"
     ref_only = draft <= 7 and isinstance(part.get("$ref"), str)
     kept = {}
     for keyword, value in part.items():
         if draft < _SINCE.get(keyword, 0):
+            continue
+        if keyword == ignored_identifier and isinstance(value, str):
             continue
         if ref_only and keyword != "$ref" and keyword not in _KEPT_NEXT_TO_REF:
             continue

@@ -8,6 +8,7 @@ without look-ahead.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -28,7 +29,7 @@ from graft.grammar.schema.reasons import NoExactForm
 from graft.grammar.schema.rewrite.strings import PIECE, QUANTIFIER, ecma_pattern
 from graft.native import _native
 
-__all__ = ["complement_of", "disjoint_patterns", "plain_pattern"]
+__all__ = ["complement_of", "disjoint_patterns", "have_common_string", "plain_pattern"]
 
 _MAX_NESTING = 20
 _MAX_PATTERNS = 40  # maximum number of patterns that replace patterns with common strings
@@ -131,6 +132,17 @@ def disjoint_patterns(patterns: Iterable[str]) -> dict[str, list[str]] | None:
         return found
     except (NoAutomaton, NoExactForm):
         return None
+
+
+def have_common_string(patterns: Iterable[str]) -> bool:
+    """Return whether a string may match several of some patterns."""
+    try:
+        return any(
+            not _is_empty(both(_strings_of(one), _strings_of(other)))
+            for one, other in itertools.combinations(patterns, 2)
+        )
+    except (NoAutomaton, NoExactForm):
+        return True
 
 
 def _is_empty(strings: Expression) -> bool:

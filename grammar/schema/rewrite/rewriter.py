@@ -108,7 +108,7 @@ class Rewriter:
     rules
         Rewriting rules by keyword. A keyword without a rule is copied, and its subschemas are
         rewritten.
-    for_automaton
+    for_automaton, for_lark
         As in `rewrite`.
 
     Attributes
@@ -127,15 +127,16 @@ class Rewriter:
         assert_formats: bool,
         rules: Mapping[str, Rule],
         for_automaton: bool = False,
+        for_lark: bool = False,
     ):
         self.lost: list[Reason] = []
         self.narrowed: list[Reason] = []
         self.draft = draft
         self.assert_formats = assert_formats
-        self.for_automaton = for_automaton
+        self.keeps_contains = for_automaton or for_lark
         self._rules = rules
         self.references = References(root)
-        self.negation = Negation(self.references, draft, for_automaton)
+        self.negation = Negation(self.references, draft, for_automaton, for_lark)
         self.disjoint = Disjointness(root, self.references)
         self._listed = ListedValues(self.references, draft, assert_formats)
         parts = subschemas(root)

@@ -142,6 +142,9 @@ def _exclusive_options(
                 if restriction is not True:
                     conjunct = rewriter.rewrite_exactly(restriction, pointer, types)
                     conjuncts.append(conjunct)
+            omitted = [
+                error for error in omitted if not rewriter.disjoint.proved(part, error.values, base)
+            ]
             if omitted and rewriter.disjoint.proved(part, {"allOf": conjuncts}, base):
                 raise omitted[0]  # the restricted option would allow no value
             exclusive.append({"allOf": [part, *conjuncts]} if conjuncts else part)
@@ -309,7 +312,7 @@ def _unique_items(rewriter: Rewriter, value: Any, site: Site) -> None:
 
 
 def _contains(rewriter: Rewriter, value: Any, site: Site) -> None:
-    if rewriter.for_automaton and "maxContains" not in site.schema:
+    if rewriter.keeps_contains and "maxContains" not in site.schema:
         site.out["contains"] = rewriter.rewrite(value, f"{site.at}/contains", JSON_TYPES)
         site.out["minContains"] = int(site.schema.get("minContains", 1))
         return

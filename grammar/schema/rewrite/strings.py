@@ -21,6 +21,8 @@ __all__ = [
     "HOSTNAME",
     "HOSTNAME_WITHOUT_PUNYCODE",
     "KNOWN_FORMATS",
+    "NOT_HOSTNAME",
+    "PERHAPS_PUNYCODE",
     "PIECE",
     "QUANTIFIER",
     "ecma_pattern",
@@ -416,6 +418,13 @@ HOSTNAME = (
     r"(?:\.[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*$"
 )
 
+#: Pattern of all strings that `HOSTNAME` does not match: they have an illegal character, an empty
+#: label, a hyphen at the start or end of a label, or a label with more than 63 characters.
+NOT_HOSTNAME = r"[^A-Za-z0-9.-]|^\.|\.\.|\.$|^$|^-|\.-|-\.|-$|^[^.]{64}|\.[^.]{64}"
+
 #: Pattern of the host names of `HOSTNAME` except those with a label such as ``xn--a``, which has
 #: hyphens as third and fourth character. From draft 7 on, this label must be valid punycode.
 HOSTNAME_WITHOUT_PUNYCODE = _hostname()
+
+#: Pattern of the strings with such a label.
+PERHAPS_PUNYCODE = r"^[A-Za-z0-9-]{2}--|\.[A-Za-z0-9-]{2}--"
