@@ -150,21 +150,21 @@ def some_calls(tags: Sequence[Format], separator: str, tools: ToolChoice) -> For
     }
 
 
-def is_strict(function: Mapping[str, Any], tools: ToolChoice) -> bool:
+def is_strict(function: Mapping[str, Any]) -> bool:
     """Return whether objects in a call's arguments may only have properties that the schema lists.
 
     Otherwise, they may have further properties unless the schema forbids them.
     """
-    return bool(function.get("strict", not tools.required))
+    return bool(function.get("strict", True))
 
 
-def arguments_format(function: Mapping[str, Any], tools: ToolChoice) -> Format:
+def arguments_format(function: Mapping[str, Any]) -> Format:
     """Return the structural format of a function's arguments as JSON.
 
     The schema of the arguments stays a separate document, so its references keep their meaning.
     """
     place = f"function {function['name']!r}: parameters"
-    return json_format(arguments_schema(function), place, strict=is_strict(function, tools))
+    return json_format(arguments_schema(function), place, strict=is_strict(function))
 
 
 def json_format(schema: Mapping[str, Any], place: str, *, strict: bool) -> Format:

@@ -52,9 +52,9 @@ class Hermes(ToolFormat):
 
 
 def _calls(tools: ToolChoice) -> list[Format]:
-    return [_call(function, tools) for function in tools.functions]
+    return [_call(function) for function in tools.functions]
 
 
-def _call(function: Mapping[str, Any], tools: ToolChoice) -> Format:
+def _call(function: Mapping[str, Any]) -> Format:
     head = call_head(function, "arguments")
-    return tag(f"{_BEGIN}\n{head}", arguments_format(function, tools), f"}}\n{_END}")
+    return tag(f"{_BEGIN}\n{head}", arguments_format(function), f"}}\n{_END}")

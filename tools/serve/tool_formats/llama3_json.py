@@ -50,7 +50,7 @@ class Llama3Json(ToolFormat):
         triggers = [_PYTHON_TAG, _FUNCTION]
         for function in tools.functions:
             head = call_head(function, "parameters")
-            arguments = arguments_format(function, tools)
+            arguments = arguments_format(function)
             triggers.append(head)
             tags += [
                 tag(head, arguments, "}"),
@@ -96,7 +96,7 @@ def _objects(tools: ToolChoice) -> Format:
     tags = []
     for function in tools.functions:
         head = call_head(function, "parameters")
-        tags.append(tag(head, arguments_format(function, tools), "}"))
+        tags.append(tag(head, arguments_format(function), "}"))
     return some_calls(tags, _SEPARATOR, tools)
 
 
@@ -104,7 +104,7 @@ def _function_tags(tools: ToolChoice) -> Format:
     """Return the structural format of calls written as ``<function=NAME>...</function>``."""
     tags = []
     for function in tools.functions:
-        arguments = arguments_format(function, tools)
+        arguments = arguments_format(function)
         tags.append(tag(_function_tag(function), arguments, _FUNCTION_END))
     return some_calls(tags, _SEPARATOR, tools)
 

@@ -86,17 +86,17 @@ def _parse_array(source: TextSource) -> Steps[None]:
 def _arrays(tools: ToolChoice) -> list[Format]:
     objects = []
     for function in tools.functions:
-        arguments = arguments_format(function, tools)
+        arguments = arguments_format(function)
         objects.append(tag(call_head(function, "arguments"), arguments, "}"))
     return [tag(begin, some_calls(objects, ", ", tools), "]") for begin in _ARRAYS]
 
 
 def _named_calls(tools: ToolChoice) -> list[Format]:
     check_names(tools, Mistral.name)
-    return [_named_call(function, tools) for function in tools.functions]
+    return [_named_call(function) for function in tools.functions]
 
 
-def _named_call(function: Mapping[str, Any], tools: ToolChoice) -> Format:
+def _named_call(function: Mapping[str, Any]) -> Format:
     marker = {"type": "optional", "content": tag(_ARGUMENTS, const(""), "")}
-    content = sequence(marker, arguments_format(function, tools))
+    content = sequence(marker, arguments_format(function))
     return tag(f"{_BEGIN}{function['name']}", content, "")

@@ -12,7 +12,6 @@ from typing import Any
 
 from graft.grammar.schema.documents import subschemas, word_set
 from graft.tools.serve.errors import ApiError
-from graft.tools.serve.tool_calls import ToolChoice
 from graft.tools.serve.tool_formats.arguments import (
     DEFINITIONS,
     arguments_schema,
@@ -95,7 +94,7 @@ def is_plain(schema: Mapping[str, Any], type_name: str) -> bool:
 
 
 def read_parameters(
-    function: Mapping[str, Any], tools: ToolChoice, format_name: str, names: re.Pattern[str] = NAME
+    function: Mapping[str, Any], format_name: str, names: re.Pattern[str] = NAME
 ) -> list[Parameter]:
     """Return the parameters of a function in the order of its schema.
 
@@ -120,7 +119,7 @@ def read_parameters(
     if keywords:
         raise refusal(f"the schema of the object has the keyword {keywords[0]}")
     parameters = []
-    strict = is_strict(function, tools)
+    strict = is_strict(function)
     for key, value in properties.items():
         if not names.fullmatch(key):
             raise refusal(f"a property is named {key!r}")

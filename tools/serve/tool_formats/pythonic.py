@@ -54,7 +54,7 @@ class Pythonic(ToolFormat):
 
     def calls(self, tools: ToolChoice) -> Format:
         check_names(tools, self.name)
-        calls = [_call(function, tools) for function in tools.functions]
+        calls = [_call(function) for function in tools.functions]
         return sequence(const("["), some_calls(calls, ", ", tools), const("]"))
 
     def parse(self, source: TextSource, tools: ToolChoice) -> Steps[None]:
@@ -71,7 +71,7 @@ class Pythonic(ToolFormat):
         while True:
             function = functions[begin]
             yield CallBegin(function["name"])
-            yield from _parse_arguments(source, read_parameters(function, tools, self.name))
+            yield from _parse_arguments(source, read_parameters(function, self.name))
             yield CallEnd()
             if (yield from source.expect(", ", "]")) == "]":
                 return
@@ -84,8 +84,8 @@ def _begins(tools: ToolChoice) -> dict[str, Mapping[str, Any]]:
     return {f"{function['name']}(": function for function in tools.functions}
 
 
-def _call(function: Mapping[str, Any], tools: ToolChoice) -> Format:
-    parameters = read_parameters(function, tools, Pythonic.name)
+def _call(function: Mapping[str, Any]) -> Format:
+    parameters = read_parameters(function, Pythonic.name)
     return tag(f"{function['name']}(", _arguments(parameters), ")")
 
 

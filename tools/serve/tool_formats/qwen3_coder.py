@@ -56,20 +56,20 @@ class Qwen3Coder(ToolFormat):
             yield from source.content_until([_BEGIN], separator)
             function = functions[(yield from source.expect(*functions))]
             yield CallBegin(function["name"])
-            yield from _parse_arguments(source, read_parameters(function, tools, self.name, _KEY))
+            yield from _parse_arguments(source, read_parameters(function, self.name, _KEY))
             yield CallEnd()
             separator = _SEPARATOR
 
 
 def _calls(tools: ToolChoice) -> list[Format]:
     check_names(tools, Qwen3Coder.name)
-    return [_call(function, tools) for function in tools.functions]
+    return [_call(function) for function in tools.functions]
 
 
-def _call(function: Mapping[str, Any], tools: ToolChoice) -> Format:
+def _call(function: Mapping[str, Any]) -> Format:
     begin = f"{_BEGIN}\n<function={function['name']}>\n"
     parameters = []
-    for parameter in read_parameters(function, tools, Qwen3Coder.name, _KEY):
+    for parameter in read_parameters(function, Qwen3Coder.name, _KEY):
         value = tag(_value_begin(parameter), _value_format(parameter), _VALUE_END)
         section = sequence(value, const("\n"))
         if not parameter.required:
