@@ -6,6 +6,7 @@ tokens are legal but none of them is in the drafter's vocabulary, only the draft
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -43,10 +44,12 @@ def results_of(outputs: list) -> list[tuple[str, list[int]]]:
     return [(output.reason, output.tokens) for output in outputs]
 
 
-def draft_vocabulary() -> np.ndarray:
-    """Return the ids that the demo drafter can propose."""
+@functools.cache
+def demo_vocabularies() -> tuple[list[bytes], np.ndarray]:
+    """Return the tokens of the demo model, and the ids that its drafter can propose."""
     with demo_engine() as engine:
-        return engine._resources.drafter.vocab.d2t.to_host()
+        tokens = engine._built.compiler.backend.vocabulary.tokens
+        return tokens, engine._resources.drafter.vocab.d2t.to_host()
 
 
 @pytest.mark.parametrize("masking", ["auto", "probe"])
@@ -82,7 +85,7 @@ def test_grammar_dead_end_finishes_only_its_request(masking: str) -> None:
 def test_grammar_outside_draft_vocabulary_is_decoded_without_drafts(masking: str) -> None:
     """If no candidate of the drafter is legal, the output is the same as without a drafter."""
     known = np.zeros(1 << 16, bool)
-    known[draft_vocabulary()] = True
+    known[demo_vocabularies()[1]] = True
     backend = xgrammar_without(lambda id, text: bool(known[id]))
     words = GrammarSpec.regex("[ -~]{20}")
     requests = [
@@ -106,9 +109,7 @@ def test_drafts_end_before_token_outside_draft_vocabulary(masking: str) -> None:
     before a missing token are verified, and the output is the same as without a drafter.
     """
     pytest.importorskip("llguidance")
-    known = draft_vocabulary()
-    with demo_engine() as engine:
-        tokens = engine._built.compiler.backend.vocabulary.tokens
+    tokens, known = demo_vocabularies()
     words = [id for id, text in enumerate(tokens) if len(text) > 1 and text.isalpha()]
     inside = next(id for id in words if id in known)
     outside = next(id for id in words if id not in known)

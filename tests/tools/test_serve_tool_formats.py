@@ -179,7 +179,11 @@ def cases_of(form):
 @pytest.mark.parametrize("choice", ["auto", "required", "named"])
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.full(
-    "llama3_json", "qwen3_coder", "mistral-drafts-True-named", "hermes-drafts-True-named"
+    "llama3_json",
+    "qwen3_coder",
+    "mistral-drafts-True-named",
+    "mistral-drafts-True-required",
+    "hermes-drafts-True-named",
 )
 def test_model_can_write_calls(ask, stream, choice):
     """Calls are the model's own text, whether they are required or not."""
