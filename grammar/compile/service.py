@@ -285,8 +285,8 @@ class GrammarService:
             future.set_running_or_notify_cancel()
             self._pending[spec] = future
             jobs = self._slow_queue if hash(spec) in self._slow else self._fast_queue
-        jobs.put(_Compilation(spec, future))
-        return future
+            jobs.put(_Compilation(spec, future))  # before close() can end the threads
+            return future
 
     def counters(self) -> dict[str, int]:
         """Return the number of grammars by outcome, and the counters of the cache."""

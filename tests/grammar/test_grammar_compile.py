@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 import weakref
 
@@ -318,6 +319,22 @@ def test_compile_service_close_fails_pending_grammars(serve):
         thread.is_alive() for thread in (*service._fast_queue.threads, *service._slow_queue.threads)
     )
     assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_compile_service_close_during_submission_completes_the_future(serve, monkeypatch):
+    service = serve("llguidance")
+    closer = threading.Thread(target=service.close)
+    put = service._fast_queue.put
+
+    def put_while_closing(job):
+        closer.start()
+        closer.join(0.3)  # ends only if close() does not wait for the submission
+        put(job)
+
+    monkeypatch.setattr(service._fast_queue, "put", put_while_closing)
+    future = service.submit(GrammarSpec.regex("a+"))
+    closer.join()
+    assert future.done()
 
 
 RETAINED = """
