@@ -15,6 +15,7 @@ from typing import Any
 
 from graft.grammar.errors import GrammarError, GrammarUnavailableError, clean_message
 from graft.grammar.processes import POOL
+from graft.grammar.regular.regex import CHARACTER_CLASS
 from graft.native.children.errors import ChildLost, ChildUnavailable
 from graft.native.children.process import Call, Setup
 
@@ -100,7 +101,7 @@ def _python_pattern(pattern: str) -> str:
             return re.sub(r"\\.", lambda inner: _IN_CLASS.get(inner[0], inner[0]), match[0])
         return _OUTSIDE_CLASS.get(match[0], match[0])
 
-    return re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]|[.$]", replacement, pattern, flags=re.DOTALL)
+    return re.sub(rf"\\.|{CHARACTER_CLASS}|[.$]", replacement, pattern, flags=re.DOTALL)
 
 
 def _call_bounded(subject: str, request: Call, timeout_s: float) -> bool:

@@ -31,6 +31,7 @@ from graft.grammar.regular.unicode_classes import category_ranges, digit_ranges,
 
 __all__ = [
     "ANY",
+    "CHARACTER_CLASS",
     "JSON_CLASSES",
     "RUST_CLASSES",
     "SPACE",
@@ -46,6 +47,10 @@ MAX_NESTING = 100
 
 #: Maximum count of a repetition such as ``{1000}``. Native code limits the size of automata.
 MAX_COUNT = 1 << 30
+
+#: Regular expression of a character class in a pattern. A class that is not closed extends to the
+#: end of the pattern. Otherwise, each of many opening brackets would lead to a search for the end.
+CHARACTER_CLASS = r"\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)"
 
 #: All characters.
 ANY: Ranges = ((0, MAX_CHARACTER),)
@@ -150,7 +155,7 @@ def lower_search(
 
 def has_alternatives(pattern: str) -> bool:
     """Return whether a pattern has a ``|`` outside groups, escapes and classes."""
-    outside_classes = re.sub(r"\\.|\[(\\.|[^\]\\])*\]", "", pattern, flags=re.DOTALL)
+    outside_classes = re.sub(rf"\\.|{CHARACTER_CLASS}", "", pattern, flags=re.DOTALL)
     nesting = 0
     for character in outside_classes:
         if character == "|" and nesting == 0:

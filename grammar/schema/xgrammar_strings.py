@@ -16,7 +16,7 @@ from graft.grammar.schema.reasons import Reason
 __all__ = ["unsafe_strings", "without_unsafe_strings"]
 
 _PIECE = re.compile(
-    r"\[(?P<set>(?:\\.|[^\]\\])*)\]"
+    r"\[(?P<set>(?:\\.|[^\]\\])*)(?:\]|\\?\Z)"
     r"|\\(?P<code>x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|u\{[0-9A-Fa-f]+\})"
     r"|\\c(?P<control>.)|\\(?P<escape>.)|(?P<character>.)",
     re.DOTALL,

@@ -19,7 +19,7 @@ __all__ = ["check_xgrammar_format", "replace_dots", "xgrammar_format"]
 # In GBNF, "." matches any character. XGrammar does not support ".", so `replace_dots` replaces the
 # dot. Group 1 of this expression matches strings, character classes and comments, in which a dot is
 # literal and is not replaced.
-_DOT = re.compile(r'("(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\]|#[^\n]*)|\.')
+_DOT = re.compile(r'("(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*(?:\]|\\?$)|#[^\n]*)|\.', re.MULTILINE)
 _ANY_CHARACTER = "([^a] | [a])"
 
 

@@ -10,10 +10,10 @@ import re
 import pytest
 from router_util import Grammar
 
-from graft.grammar import GrammarSpec
+from graft.grammar import GrammarError, GrammarSpec
 from graft.grammar.regular.expression import characters, concat, minus, repeat, text, union
 from graft.grammar.regular.pattern_text import matching_pattern
-from graft.grammar.regular.regex import NoAutomaton
+from graft.grammar.regular.regex import NoAutomaton, has_alternatives
 from graft.grammar.schema.reasons import NoExactForm
 from graft.grammar.schema.rewrite import rewrite
 from graft.grammar.schema.rewrite.patterns import complement_of, disjoint_patterns, plain_pattern
@@ -22,7 +22,9 @@ from graft.grammar.schema.rewrite.strings import (
     HOSTNAME_WITHOUT_PUNYCODE,
     NOT_HOSTNAME,
     PERHAPS_PUNYCODE,
+    PIECE,
 )
+from graft.grammar.validate import search_pattern
 
 STRINGS = ["".join(chars) for size in range(5) for chars in itertools.product("ab-", repeat=size)]
 
@@ -184,3 +186,15 @@ def test_one_of_host_names_and_addresses(key_order):
     grammar = Grammar(spec=GrammarSpec.json_schema(schema, key_order=key_order))
     for value, is_valid in (("a.b-c", True), ("::1", True), ("1.2.3.4", False), ("a_b", False)):
         assert grammar.accepts_value({"a": value}) == is_valid
+
+
+@pytest.mark.parametrize("end", ["", "\\"])
+def test_class_without_end_extends_to_the_end_of_the_pattern(end: str):
+    """Each opening bracket would otherwise be searched for an end, in quadratic time."""
+    pattern = "[|.^a" * 100 + end
+    assert PIECE.findall("a" + pattern) == ["a", pattern]
+    assert not has_alternatives(pattern)
+    with pytest.raises(re.error, match=r"unterminated|bad escape"):
+        search_pattern(pattern, "a")
+    with pytest.raises(GrammarError, match="cannot be enforced"):
+        GrammarSpec.json_schema({"type": "string", "pattern": pattern}).check()

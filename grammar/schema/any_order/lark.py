@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
+from graft.grammar.regular.regex import CHARACTER_CLASS
 from graft.grammar.schema.llguidance_options import literal
 from graft.grammar.schema.reasons import NoExactForm
 
@@ -33,7 +34,7 @@ BITS = 64  # number of bits of the parameter of a parametrized Lark rule
 _SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 _PLAIN_CHARACTER = r"[\x20-\x21\x23-\x5b\x5d-\x7e\x{80}-\x{10ffff}]"
 _ESCAPED_CHARACTER = r'\\(?:["\\bfnrt]|u00(?:0[0-7bef]|1[0-9a-f]|7f))'
-_PATTERN_PIECE = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+_PATTERN_PIECE = re.compile(rf"\\.|{CHARACTER_CLASS}|.", re.DOTALL)
 _ANY_TEXT = r"(?s:.)*"
 
 #: Regular expressions of all keys, and of the keys without escape sequences.

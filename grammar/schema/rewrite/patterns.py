@@ -24,7 +24,7 @@ from graft.grammar.regular.expression import (
     union,
 )
 from graft.grammar.regular.pattern_text import matching_pattern
-from graft.grammar.regular.regex import ANY, JSON_CLASSES, NoAutomaton, lower_regex
+from graft.grammar.regular.regex import ANY, CHARACTER_CLASS, JSON_CLASSES, NoAutomaton, lower_regex
 from graft.grammar.schema.reasons import NoExactForm
 from graft.grammar.schema.rewrite.strings import PIECE, QUANTIFIER, ecma_pattern
 from graft.native import _native
@@ -75,7 +75,7 @@ def plain_pattern(pattern: str) -> str | None:
 
     Return None if no string matches `pattern`. Raise `NoExactForm` if no conversion is known.
     """
-    outside = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "", pattern, flags=re.DOTALL)
+    outside = re.sub(rf"\\.|{CHARACTER_CLASS}", "", pattern, flags=re.DOTALL)
     if "(?" not in outside and "^" not in outside[1:] and "$" not in outside[:-1]:
         return ecma_pattern(pattern)
     try:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 
 from graft.grammar.regular.expression import words
-from graft.grammar.regular.regex import NoAutomaton, has_alternatives, lower_regex
+from graft.grammar.regular.regex import CHARACTER_CLASS, NoAutomaton, has_alternatives, lower_regex
 from graft.grammar.schema.documents import word_set
 from graft.grammar.schema.reasons import NoExactForm
 
@@ -45,11 +45,16 @@ _BOUNDS = r"\{\d+(?:,\d*)?\}"
 QUANTIFIER = re.compile(rf"[*+?]|{_BOUNDS}")
 #: One piece of a pattern: an escape sequence, a character class, the start of a group, a quantifier
 #: or a single character.
-PIECE = re.compile(rf"\\.|\[(?:\\.|[^\]\\])*\]|\(\??|[*+?]|{_BOUNDS}|.", re.DOTALL)
+PIECE = re.compile(rf"\\.|{CHARACTER_CLASS}|\(\??|[*+?]|{_BOUNDS}|.", re.DOTALL)
 
 #: Escape sequences with a letter: those that Rust's regular expressions and ECMA-262 share, and the
 #: escape sequences of code points (`code_point`).
 _ESCAPE = re.compile(r"\\([dDwWtnvfr]|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8})")
+_CONTROL_ESCAPE = re.compile(r"\\c([A-Za-z])")
+_SURROGATES = re.compile(r"\\u([Dd][89ABab][0-9A-Fa-f]{2})\\u([Dd][C-Fc-f][0-9A-Fa-f]{2})")
+_BRACED_ESCAPE = re.compile(r"\\[upP]\{[^{}]*\}")
+_FLAGS = re.compile(r"\(\?[A-Za-z-]+\)")
+_COUNTS = re.compile(_BOUNDS)
 
 
 def code_point(code: int) -> str:
@@ -104,6 +109,11 @@ def ecma_pattern(pattern: str, *, without_nul: bool = True) -> str:
             out[class_start:] = [_without_nul(characters) if without_nul else characters]
             at += 1
             continue
+        bounds = None if in_class else _COUNTS.match(pattern, at)
+        if bounds is not None:
+            out.append(bounds[0])
+            at = bounds.end()
+            continue
         if char == "[" and not in_class:
             in_class = True
             class_start = len(out)
@@ -140,20 +150,19 @@ def _class_character(pattern: str, at: int) -> str:
 
 
 def _character(pattern: str, at: int) -> str:
-    """Convert the character at `at` outside character classes from ECMA-262 to Rust's syntax."""
+    """Convert the character at `at` from ECMA-262 to Rust's syntax.
+
+    The character is outside character classes and the counts of repetitions.
+    """
     char = pattern[at]
     if pattern.startswith(("(?=", "(?!", "(?<=", "(?<!"), at):
         raise NoExactForm("pattern", f"look-around in {pattern!r} cannot be enforced")
-    flags = re.match(r"\(\?[A-Za-z-]+\)", pattern[at:])
+    flags = _FLAGS.match(pattern, at)
     if flags:
         raise NoExactForm("pattern", f"ECMA-262 does not define {flags[0]}")
     if char == ".":
         return _NOT_LINE_END
-    if char == "{" and not re.match(r"\{\d+(,\d*)?\}", pattern[at:]):
-        return "\\{"
-    if char == "}" and not re.search(r"\{\d+(,\d*)?$", pattern[:at]):
-        return "\\}"
-    return char
+    return "\\" + char if char in "{}" else char
 
 
 def _without_nul(characters: str) -> str:
@@ -180,7 +189,7 @@ def _escape(pattern: str, at: int, in_class: bool) -> tuple[str, int]:
     Return the result, and the length of the original escape sequence.
     """
     char = pattern[at + 1 : at + 2]
-    control = re.match(r"\\c([A-Za-z])", pattern[at:])
+    control = _CONTROL_ESCAPE.match(pattern, at)
     if control:
         return f"\\x{ord(control[1]) % 32:02X}", 3
     if char == "s":
@@ -195,14 +204,13 @@ def _escape(pattern: str, at: int, in_class: bool) -> tuple[str, int]:
         raise NoExactForm("pattern", f"the back-reference in {pattern!r} cannot be enforced")
     if char == "0":
         return r"\x00", 2
-    digits = "[0-9A-Fa-f]{2}"
-    surrogates = re.match(rf"\\u([Dd][89ABab]{digits})\\u([Dd][C-Fc-f]{digits})", pattern[at:])
+    surrogates = _SURROGATES.match(pattern, at)
     if surrogates:
         high_bits = int(surrogates[1], 16) - 0xD800
         low_bits = int(surrogates[2], 16) - 0xDC00
         code = 0x10000 + (high_bits << 10) + low_bits
         return code_point(code), 12
-    braced = re.match(r"\\[upP]\{[^}]*\}", pattern[at:])
+    braced = _BRACED_ESCAPE.match(pattern, at)
     if braced:
         return braced[0], len(braced[0])
     is_letter = char.isascii() and char.isalpha()
@@ -282,13 +290,17 @@ def _complement(node: dict) -> str:
 
 
 def _dates() -> str:
-    """Return a pattern of the valid dates of RFC 3339, including leap days."""
-    leap_century = "(?:[02468][048]|[13579][26])00"
+    """Return a pattern of the valid dates of RFC 3339, including leap days.
+
+    Like jsonschema and Python's ``datetime``, the pattern excludes the year 0000.
+    """
+    year = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+    leap_century = "(?:0[48]|[2468][048]|[13579][26])00"
     leap_year = f"(?:[0-9][0-9](?:0[48]|[2468][048]|[13579][26])|{leap_century})"
     long_months = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
     short_months = "(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
     february = "02-(?:0[1-9]|1[0-9]|2[0-8])"
-    return f"(?:[0-9]{{4}}-(?:{long_months}|{short_months}|{february})|{leap_year}-02-29)"
+    return f"(?:{year}-(?:{long_months}|{short_months}|{february})|{leap_year}-02-29)"
 
 
 def _ipv6(v4: str) -> str:
