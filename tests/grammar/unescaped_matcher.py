@@ -111,12 +111,14 @@ class UnescapedMatcher:
     def _is_escape(self, token: int) -> bool:
         """Return whether a token contains a legal escape that LLGuidance refuses."""
         text = self._begun + self._tokens[token]
+        if not self.allows_controls and _CONTROL.search(text):
+            return True
         plain, _ = _unescaped(text)
         if plain == text:
             return False
         count = self._read(plain)
         self._matcher.rollback(count or 0)
-        return count is not None or (not self.allows_controls and bool(_CONTROL.search(text)))
+        return count is not None
 
     def _row(self) -> list[int]:
         row = np.zeros(self._words, np.int32)
