@@ -287,7 +287,7 @@ class _Document:
         items: list[tuple[Expression, int, int | None]] = []
         num_optional = 0
         for name, key in zip(names, writer.listed, strict=True):
-            value = self.lower(objects.values_of(name))
+            value = self.lower(self.reader.values_of(objects, name))
             is_required = name in objects.required
             if value == NOTHING and not is_required:
                 continue

@@ -16,9 +16,10 @@ trained to write ``ü`` as ``\u00fc`` could then only write a control character.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from graft.grammar.automaton.escapes import spelled
@@ -46,15 +47,7 @@ from graft.grammar.regular.regex import (
 from graft.grammar.schema.name_spelling import EVERY_NAME
 from graft.native import _native
 
-__all__ = [
-    "ANY_STRING",
-    "NameWriter",
-    "StringSet",
-    "has_common_text",
-    "matches_name",
-    "names_of",
-    "write_string",
-]
+__all__ = ["ANY_STRING", "NamePatterns", "NameWriter", "StringSet", "write_string"]
 
 _QUOTE = text('"')
 _NOT_PRINTABLE_ASCII = complement([(0x20, 0x7E)])
@@ -63,8 +56,10 @@ _WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 _OTHER_ASCII = re.compile("[^0-9A-Z_a-z\x80-\U0010ffff]")
 #: Maximum number of cached expressions of patterns.
 _MAX_CACHED = 256
-#: Maximum number of states of the automaton of a pattern and a name.
+#: Maximum number of states of the automaton of a pattern of property names.
 _MAX_STATES = 32767
+#: Maximum number of elementary steps for all patterns of property names in a schema (about 0.1 s).
+_MAX_STEPS = 20_000_000
 
 
 @dataclass(frozen=True)
@@ -92,48 +87,51 @@ class StringSet:
         return StringSet(max(self.low, other.low), min(bounds, default=None), tuple(patterns))
 
 
-def matches_name(pattern: str, name: str) -> bool:
-    """Return whether the pattern of a JSON schema matches a property name.
+class NamePatterns:
+    """The patterns of property names of one schema document, as automata.
 
-    An automaton matches the name, because Python's ``re`` takes exponential time for some patterns.
-    Raise `NoAutomaton` if the automaton is too large.
+    Automata match the names, because Python's ``re`` takes exponential time for some patterns. The
+    total work for all patterns of a document is limited. The methods raise `NoAutomaton` if it
+    would take too long, or if an automaton is too large.
     """
-    if pattern == EVERY_NAME:
+
+    def __init__(self) -> None:
+        self._work = _native.guide.Work(_MAX_STEPS)
+        self._automata: dict[str, _native.guide.Pattern] = {}
+        self._disjoint: set[tuple[str, str]] = set()
+
+    def matches(self, pattern: str, name: str) -> bool:
+        """Return whether a pattern matches a property name."""
+        if pattern == EVERY_NAME:
+            return True
+        return bool(self._automaton(pattern).matches(name.encode("utf-8", "surrogatepass")))
+
+    def are_disjoint(self, one: str, other: str) -> bool:
+        """Return whether no property name matches two different patterns."""
+        pair = min(one, other), max(one, other)
+        if pair in self._disjoint:
+            return True
+        automata = [self._automaton(pattern) for pattern in pair]
+        with _limits(f"patterns {one!r} and {other!r}"):
+            if automata[0].has_common_text(automata[1], self._work):
+                return False
+        self._disjoint.add(pair)
         return True
-    automaton = _name_automaton(pattern)
-    return automaton is not None and automaton.matches(name.encode("utf-8", "surrogatepass"))
+
+    def _automaton(self, pattern: str) -> _native.guide.Pattern:
+        if pattern not in self._automata:
+            names = lower_search(pattern, characters, JSON_CLASSES)[0]
+            with _limits(f"pattern {pattern!r}"):
+                self._automata[pattern] = _native.guide.Pattern(names, _MAX_STATES, self._work)
+        return self._automata[pattern]
 
 
-def has_common_text(one: Expression, other: Expression) -> bool:
-    """Return whether two expressions match a common text.
-
-    Raise `NoAutomaton` if the automaton is too large.
-    """
-    return _automaton(both(one, other), "two patterns") is not None
-
-
-@functools.lru_cache(_MAX_CACHED)
-def names_of(pattern: str) -> Expression:
-    """Return the expression of the names that the pattern of a JSON schema matches."""
-    return lower_search(pattern, characters, JSON_CLASSES)[0]
-
-
-@functools.lru_cache(_MAX_CACHED)
-def _name_automaton(pattern: str) -> _native.guide.Pattern | None:
-    """Return the automaton of the pattern of a JSON schema; None if it matches no text."""
-    return _automaton(names_of(pattern), f"pattern {pattern!r}")
-
-
-def _automaton(expression: Expression, subject: str) -> _native.guide.Pattern | None:
-    """Return the automaton of an expression; None if it matches no text.
-
-    `subject` begins the message of the error for an automaton that is too large.
-    """
+@contextlib.contextmanager
+def _limits(subject: str) -> Iterator[None]:
+    """Raise `NoAutomaton` if native code raises the error of a limit, with the error's subject."""
     try:
-        return _native.guide.Pattern(expression, _MAX_STATES)
+        yield
     except ValueError as error:
-        if "allows no text" in str(error):
-            return None
         raise NoAutomaton(f"{subject}: {error}") from None
 
 

@@ -16,8 +16,7 @@ from typing import Any
 
 from graft.grammar.automaton.formats import FORMATS
 from graft.grammar.automaton.numbers import NumberRange, divisor_of
-from graft.grammar.automaton.strings import StringSet, has_common_text, matches_name, names_of
-from graft.grammar.regular.expression import Expression
+from graft.grammar.automaton.strings import NamePatterns, StringSet
 from graft.grammar.regular.regex import NoAutomaton
 from graft.grammar.schema.documents import dialect, word_set
 from graft.grammar.schema.reasons import NoExactForm
@@ -42,8 +41,6 @@ __all__ = [
 MAX_SETS = 50_000
 #: Number of matches of property names against patterns that take as long as creating a set.
 _MATCHES_PER_SET = 5
-#: Number of integers in two patterns' expressions that are compared while a set is created.
-_COMPARED_PER_SET = 100
 #: Maximum number of items of an array that keywords such as ``contains`` require.
 MAX_CONTAINED = 3
 #: Maximum nesting of intersections, as in LLGuidance.
@@ -106,15 +103,6 @@ class Objects:
     required: dict[str, None] = field(default_factory=dict)
     low: int = 0
     high: int | None = None
-
-    def values_of(self, name: str) -> Values:
-        """Return the set of the values that the property `name` may have."""
-        if name in self.properties:
-            return self.properties[name]
-        for pattern, values in self.patterns.items():
-            if matches_name(pattern, name):
-                return values
-        return self.additional or ANYTHING
 
 
 @dataclass(eq=False, slots=True)
@@ -181,8 +169,7 @@ class SchemaReader:
         self._parts: dict[str, list[Values]] = {}
         self._intersections: dict[tuple[str | int, ...], Reference] = {}
         self._resolving: set[str] = set()
-        self._disjoint: set[tuple[str, str]] = set()  # pairs of patterns without a common name
-        self._names: dict[str, Expression] = {}  # names that patterns match
+        self._names = NamePatterns()
         self._count = 0
 
     def resolve(self, reference: Reference) -> Values:
@@ -205,6 +192,15 @@ class SchemaReader:
             values = self.read(schema)
         self._targets[target] = values
         return values
+
+    def values_of(self, objects: Objects, name: str) -> Values:
+        """Return the set of the values that a property of some objects may have."""
+        if name in objects.properties:
+            return objects.properties[name]
+        for pattern, values in objects.patterns.items():
+            if self._names.matches(pattern, name):
+                return values
+        return objects.additional or ANYTHING
 
     def _dereferenced(self, values: Values) -> Values:
         """Follow references to other definitions, and return the set of values at the end."""
@@ -350,7 +346,7 @@ class SchemaReader:
         self._require_disjoint(patterns, patterns)
         for name in properties if patterns else ():
             for pattern, values in patterns.items():
-                if matches_name(pattern, name):
+                if self._names.matches(pattern, name):
                     properties[name] = self.intersect(properties[name], values)
                     break
         additional = assertions.get("additionalProperties")
@@ -379,20 +375,9 @@ class SchemaReader:
 
         Also raise it if the comparisons would take too long.
         """
-        for pair in itertools.product(patterns, others):
-            one, other = min(pair), max(pair)
-            if one == other or (one, other) in self._disjoint:
-                continue
-            for pattern in pair:
-                if pattern not in self._names:
-                    self._names[pattern] = names_of(pattern)
-            names = [self._names[pattern] for pattern in pair]
-            self._count += 1 + sum(map(len, names)) // _COMPARED_PER_SET
-            if self._count > MAX_SETS:
-                raise NoAutomaton("the schema has too many patterns of property names")
-            if has_common_text(*names):
+        for one, other in itertools.product(patterns, others):
+            if one != other and not self._names.are_disjoint(one, other):
                 raise NoAutomaton(f"a name matches the patterns {one!r} and {other!r}")
-            self._disjoint.add((one, other))
 
     def intersect(self, one: Values, other: Values, nesting: int = 0) -> Values:
         """Return the values that are in both sets. Properties keep the order of `one`."""
@@ -453,10 +438,10 @@ class SchemaReader:
         self._require_disjoint(one.patterns, other.patterns)
         properties = {}
         for name, values in one.properties.items():
-            properties[name] = self.intersect(values, other.values_of(name), nesting)
+            properties[name] = self.intersect(values, self.values_of(other, name), nesting)
         for name, values in other.properties.items():
             if name not in properties:
-                properties[name] = self.intersect(one.values_of(name), values, nesting)
+                properties[name] = self.intersect(self.values_of(one, name), values, nesting)
         patterns: dict[str, Values] = {}
         for pattern, values in one.patterns.items():
             there = other.patterns.get(pattern, other.additional)

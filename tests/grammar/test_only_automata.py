@@ -18,7 +18,9 @@ from graft.grammar.automaton import values
 from graft.grammar.automaton.values import SchemaReader
 from graft.grammar.backends.llguidance import prepare
 from graft.grammar.regular.expression import NoAutomaton
+from graft.grammar.schema.rewrite import rewrite
 from graft.grammar.schema.router import route
+from graft.native import _native
 
 ITEMS: list[Any] = [0, 1, 6, 7, -3, 2.5, "", "a", "bb", None, True, [], [0], ["a"], {}, {"a": 1}]
 VALUES: list[Any] = [
@@ -144,10 +146,33 @@ def test_multiples_that_compile_quickly_are_accepted(step: float):
 def test_comparisons_of_name_patterns_are_bounded(monkeypatch):
     monkeypatch.setattr(values, "MAX_SETS", values.MAX_SETS // 10)
     patterns = {f"^{n}x": INTEGER for n in range(1000)}
-    with pytest.raises(NoAutomaton, match="too many patterns"):
+    with pytest.raises(NoAutomaton, match="takes too long"):
         SchemaReader({}).read({"type": "object", "patternProperties": patterns})
     few = dict(itertools.islice(patterns.items(), 40))
     SchemaReader({}).read({"type": "object", "patternProperties": few})
+
+
+def test_work_for_name_patterns_is_bounded_in_total(monkeypatch: pytest.MonkeyPatch):
+    """Each automaton is small enough, but all of them would take too long."""
+    patterns = {f"^{n}(a|b)*a(a|b){{11}}$": INTEGER for n in range(200)}
+    built = []
+
+    def count(*arguments: Any) -> Any:
+        built.append(1)
+        return pattern_class(*arguments)
+
+    pattern_class = _native.guide.Pattern
+    monkeypatch.setattr(_native.guide, "Pattern", count)
+    few = dict(itertools.islice(patterns.items(), 30))
+    SchemaReader({}).read({"type": "object", "patternProperties": few})
+    assert len(built) == 30  # none for pairs of patterns
+    with pytest.raises(NoAutomaton, match="takes too long"):
+        SchemaReader({}).read({"type": "object", "patternProperties": patterns})
+    built.clear()
+    patterns = {f"^{n}(a|b)*a(a|b){{8}}$": INTEGER for n in range(200)}
+    form = rewrite({"type": "object", "patternProperties": patterns})
+    assert form.schema["patternProperties"].keys() == patterns.keys()
+    assert 40 < len(built) < 50  # no more than the number of patterns that are divided
 
 
 def test_key_order_any_needs_an_automaton_without_orders():

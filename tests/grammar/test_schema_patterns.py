@@ -16,7 +16,7 @@ from graft.grammar.regular.pattern_text import matching_pattern
 from graft.grammar.regular.regex import NoAutomaton, has_alternatives
 from graft.grammar.schema.reasons import NoExactForm
 from graft.grammar.schema.rewrite import rewrite
-from graft.grammar.schema.rewrite.patterns import complement_of, disjoint_patterns, plain_pattern
+from graft.grammar.schema.rewrite.patterns import DisjointPatterns, complement_of, plain_pattern
 from graft.grammar.schema.rewrite.strings import (
     HOSTNAME,
     HOSTNAME_WITHOUT_PUNYCODE,
@@ -84,7 +84,7 @@ def test_disjoint_patterns_divide_the_strings_of_their_sources():
         rng = random.Random(seed)
         sources = [random_pattern(rng, 1) for _ in range(rng.randint(2, 4))]
         sources = list(dict.fromkeys(sources))
-        found = disjoint_patterns(sources)
+        found = DisjointPatterns().divide(sources)
         if found is None:
             continue
         divided += 1

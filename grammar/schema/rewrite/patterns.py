@@ -29,7 +29,7 @@ from graft.grammar.schema.reasons import NoExactForm
 from graft.grammar.schema.rewrite.strings import PIECE, QUANTIFIER, ecma_pattern
 from graft.native import _native
 
-__all__ = ["complement_of", "disjoint_patterns", "have_common_string", "plain_pattern"]
+__all__ = ["DisjointPatterns", "complement_of", "have_common_string", "plain_pattern"]
 
 _MAX_NESTING = 20
 _MAX_PATTERNS = 40  # maximum number of patterns that replace patterns with common strings
@@ -97,63 +97,105 @@ def complement_of(pattern: str) -> str | None:
     return _written(pattern, minus(_ANY_STRING, _strings_of(pattern)))
 
 
-def disjoint_patterns(patterns: Iterable[str]) -> dict[str, list[str]] | None:
-    """Return patterns without common strings that together match the strings of some patterns.
+class _Cell(NamedTuple):
+    """Some of the strings that patterns match.
 
-    The list of a resulting pattern contains the given patterns that match all of its strings; the
-    others match none of them. The result is None if the given patterns have no common strings, or
-    if patterns without common strings are not known.
+    Attributes
+    ----------
+    pattern
+        Pattern of the strings; empty if it has not been written.
+    strings, automaton
+        Expression and automaton of the strings.
+    matching
+        The patterns that match the strings.
     """
-    cells: list[tuple[str, Expression, list[str]]] = []
-    has_common = False
-    try:
-        for pattern in patterns:
-            rest = strings = _strings_of(pattern)
-            new_cells = []
-            for text, cell, matching in cells:
-                common = both(cell, strings)
-                if _is_empty(common):
-                    new_cells.append((text, cell, matching))
-                    continue
-                has_common = True
-                rest = minus(rest, cell)
-                new_cells.append(("", common, [*matching, pattern]))
-                new_cells.append(("", minus(cell, strings), matching))
-            cells = [*new_cells, (pattern if rest is strings else "", rest, [pattern])]
-            if len(cells) > _MAX_PATTERNS:
+
+    pattern: str
+    strings: Expression
+    automaton: _native.guide.Pattern
+    matching: list[str]
+
+
+class DisjointPatterns:
+    """Replaces patterns of one schema document with patterns that have no common strings.
+
+    The total work is limited.
+    """
+
+    def __init__(self) -> None:
+        self._work = _native.guide.Work()
+
+    def divide(self, patterns: Iterable[str]) -> dict[str, list[str]] | None:
+        """Return patterns without common strings that together match the strings of some patterns.
+
+        The list of a resulting pattern contains the given patterns that match all of its strings;
+        the others match none of them. The result is None if the given patterns have no common
+        strings, or if patterns without common strings are not known.
+        """
+        cells: list[_Cell] = []
+        has_common = False
+        try:
+            for pattern in patterns:
+                new = self._cell(pattern, _strings_of(pattern), [pattern])
+                rest = new.strings
+                new_cells = []
+                for cell in cells:
+                    if not self._have_common(cell, new):
+                        new_cells.append(cell)
+                        continue
+                    has_common = True
+                    rest = minus(rest, cell.strings)
+                    common = both(cell.strings, new.strings)
+                    new_cells.append(self._cell("", common, [*cell.matching, pattern]))
+                    other = minus(cell.strings, new.strings)
+                    new_cells.append(self._cell("", other, cell.matching))
+                if rest is not new.strings:
+                    new = self._cell("", rest, [pattern])
+                cells = [*new_cells, new]
+                if len(cells) > _MAX_PATTERNS:
+                    return None
+            if not has_common:
                 return None
-        if not has_common:
+            found = {}
+            for cell in cells:
+                written = cell.pattern or matching_pattern(cell.strings)
+                if written is not None:
+                    found[written] = cell.matching
+            return found
+        except (NoAutomaton, NoExactForm):
             return None
-        found = {}
-        for text, cell, matching in cells:
-            written = text or matching_pattern(cell)
-            if written is not None:
-                found[written] = matching
-        return found
-    except (NoAutomaton, NoExactForm):
-        return None
+
+    def _cell(self, pattern: str, strings: Expression, matching: list[str]) -> _Cell:
+        return _Cell(pattern, strings, _automaton_of(strings, self._work), matching)
+
+    def _have_common(self, one: _Cell, other: _Cell) -> bool:
+        try:
+            return bool(one.automaton.has_common_text(other.automaton, self._work))
+        except ValueError as error:
+            raise NoAutomaton(str(error)) from None
+
+
+def _automaton_of(strings: Expression, work: _native.guide.Work) -> _native.guide.Pattern:
+    try:
+        return _native.guide.Pattern(strings, _MAX_STATES, work)
+    except ValueError as error:
+        raise NoAutomaton(str(error)) from None
 
 
 def have_common_string(patterns: Iterable[str]) -> bool:
     """Return whether a string may match several of some patterns."""
+    work = _native.guide.Work()
     try:
-        return any(
-            not _is_empty(both(_strings_of(one), _strings_of(other)))
-            for one, other in itertools.combinations(patterns, 2)
-        )
-    except (NoAutomaton, NoExactForm):
+        automata = [_automaton_of(_strings_of(pattern), work) for pattern in patterns]
+        pairs = itertools.combinations(automata, 2)
+        return any(one.has_common_text(other, work) for one, other in pairs)
+    except (ValueError, NoExactForm):  # NoAutomaton, or the comparisons take too long
         return True
 
 
 def _is_empty(strings: Expression) -> bool:
     """Return whether an expression matches no string."""
-    try:
-        _native.guide.Pattern(strings, _MAX_STATES)
-    except ValueError as error:
-        if "allows no text" in str(error):
-            return True
-        raise NoAutomaton(str(error)) from None
-    return False
+    return bool(_automaton_of(strings, _native.guide.Work()).is_empty())
 
 
 def _written(pattern: str, strings: Expression) -> str | None:

@@ -25,7 +25,7 @@ from graft.grammar.schema.rewrite.disjoint import Disjointness
 from graft.grammar.schema.rewrite.listed import ListedValues
 from graft.grammar.schema.rewrite.negate import Negation
 from graft.grammar.schema.rewrite.numbers import BOUNDS, Numbers
-from graft.grammar.schema.rewrite.patterns import disjoint_patterns, plain_pattern
+from graft.grammar.schema.rewrite.patterns import DisjointPatterns, plain_pattern
 from graft.grammar.schema.rewrite.strings import literals
 
 __all__ = ["Rewriter", "Rule", "Site"]
@@ -141,6 +141,7 @@ class Rewriter:
         self._listed = ListedValues(self.references, draft, assert_formats)
         parts = subschemas(root)
         self._numbers = Numbers(parts)
+        self._disjoint_patterns = DisjointPatterns()
         self._combines = can_combine(parts)
         self._names: set[str] = set()  # names of properties in all subschemas
         for _, part in parts:
@@ -246,7 +247,7 @@ class Rewriter:
             new: dict[str, Any] = {}
             for name, part in value.items():
                 new[name] = self.rewrite(part, f"{pointer}/{escape(name)}", JSON_TYPES)
-            return _plain_patterns(new) if keyword == "patternProperties" else new
+            return self._plain_patterns(new) if keyword == "patternProperties" else new
         if keyword in _LISTS or (keyword == "items" and isinstance(value, list)):
             types = site.types if keyword in ("allOf", "anyOf") else JSON_TYPES
             parts = []
@@ -344,26 +345,25 @@ class Rewriter:
             self._aliased_pointers.append(pointer)
         return f"#/{self._definitions_keyword}/{self._aliases[pointer]}"
 
+    def _plain_patterns(self, parts: dict[str, Any]) -> dict[str, Any]:
+        """Return ``patternProperties`` with patterns that LLGuidance enforces.
+
+        LLGuidance requires that no name matches two of the patterns. Patterns with common names are
+        therefore replaced.
+        """
+        matching = self._disjoint_patterns.divide(parts) if len(parts) > 1 else None
+        if matching is None:
+            matching = {pattern: [pattern] for pattern in parts}
+        new: dict[str, Any] = {}
+        for pattern, sources in matching.items():
+            plain = plain_pattern(pattern)
+            if plain is not None:
+                schemas = [parts[source] for source in sources]
+                new[plain] = schemas[0] if len(schemas) == 1 else {"allOf": schemas}
+        return new
+
 
 Rule = Callable[[Rewriter, Any, Site], None]
-
-
-def _plain_patterns(parts: dict[str, Any]) -> dict[str, Any]:
-    """Return ``patternProperties`` with patterns that LLGuidance enforces.
-
-    LLGuidance requires that no name matches two of the patterns. Patterns with common names are
-    therefore replaced.
-    """
-    matching = disjoint_patterns(parts) if len(parts) > 1 else None
-    if matching is None:
-        matching = {pattern: [pattern] for pattern in parts}
-    new: dict[str, Any] = {}
-    for pattern, sources in matching.items():
-        plain = plain_pattern(pattern)
-        if plain is not None:
-            schemas = [parts[source] for source in sources]
-            new[plain] = schemas[0] if len(schemas) == 1 else {"allOf": schemas}
-    return new
 
 
 def _make_adjacent(out: SchemaObject, first: str, second: str) -> None:

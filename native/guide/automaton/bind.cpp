@@ -7,9 +7,12 @@
 #include <nanobind/stl/vector.h>
 
 #include <initializer_list>
+#include <set>
 #include <tuple>
+#include <utility>
 
 #include "guide/automaton/automaton_matcher.h"
+#include "guide/automaton/nfa.h"
 #include "hostwork/gate.h"
 
 namespace nb = nanobind;
@@ -67,18 +70,50 @@ nb::bytes compile_automaton(const std::vector<RuleTuple>& tuples, int32_t max_st
   return nb::bytes(data.data(), data.size());
 }
 
-// Machine of one expression without calls. It decides whether the expression matches a text.
+// Machine of one expression without calls. `work` limits the total work for several patterns.
 class Pattern {
  public:
-  Pattern(const std::vector<int32_t>& program, int32_t max_states)
-      : machine_(Machine::compile({Rule{0, 0, program}}, max_states, /*max_unrolled=*/INT32_MAX)) {}
+  Pattern(const std::vector<int32_t>& program, int32_t max_states, Work* work) {
+    const Nfa nfa({Rule{0, 0, program}}, Machine::kMaxNfaStates, /*max_unrolled=*/INT32_MAX, work);
+    if (nfa.states[at(nfa.rules[0].start)].live) {
+      machine_ = Machine::determinize(nfa, max_states, work);
+    }
+  }
+
+  // Whether the expression matches no text.
+  bool is_empty() const { return machine_.num_states() == 0; }
 
   bool matches(const nb::bytes& text) const {
-    int32_t state = 0;
+    int32_t state = is_empty() ? Machine::kDead : 0;
     for (size_t i = 0; i < text.size() && state >= 0; ++i) {
       state = machine_.next(state, static_cast<uint8_t>(text.c_str()[i]));
     }
     return state >= 0 && machine_.accepting(state);
+  }
+
+  // Whether a text matches both patterns. The function searches the pairs of states that a text
+  // leads to.
+  bool has_common_text(const Pattern& other, Work* work) const {
+    if (is_empty() || other.is_empty()) return false;
+    std::set<std::pair<int32_t, int32_t>> found = {{0, 0}};
+    std::vector<std::pair<int32_t, int32_t>> pending = {{0, 0}};
+    while (!pending.empty()) {
+      const auto [one, two] = pending.back();
+      pending.pop_back();
+      if (machine_.accepting(one) && other.machine_.accepting(two)) return true;
+      work->count(64);
+      for (size_t byte = 0; byte < 256; ++byte) {
+        if (byte > 0 && machine_.classes()[byte] == machine_.classes()[byte - 1] &&
+            other.machine_.classes()[byte] == other.machine_.classes()[byte - 1]) {
+          continue;
+        }
+        const int32_t next = machine_.next(one, static_cast<uint8_t>(byte));
+        const int32_t other_next = other.machine_.next(two, static_cast<uint8_t>(byte));
+        if (next < 0 || other_next < 0) continue;
+        if (found.emplace(next, other_next).second) pending.emplace_back(next, other_next);
+      }
+    }
+    return false;
   }
 
  private:
@@ -104,10 +139,14 @@ void bind_automaton(nb::module_& guide) {
       .def_prop_ro("bytes_in_use", &RowMemory::bytes_in_use);
   guide.def("compile_automaton", &compile_automaton, nb::arg("rules"), nb::arg("max_states"),
             nb::arg("max_unrolled") = Machine::kMaxUnrolled);
+  nb::class_<Work>(guide, "Work").def(nb::init<int64_t>(), nb::arg("max_steps") = Work::kMaxSteps);
   nb::class_<Pattern>(guide, "Pattern")
-      .def(nb::init<const std::vector<int32_t>&, int32_t>(), nb::arg("program"),
-           nb::arg("max_states"), Release())
-      .def("matches", &Pattern::matches, nb::arg("text"));
+      .def(nb::init<const std::vector<int32_t>&, int32_t, Work*>(), nb::arg("program"),
+           nb::arg("max_states"), nb::arg("work"), Release())
+      .def("is_empty", &Pattern::is_empty)
+      .def("matches", &Pattern::matches, nb::arg("text"))
+      .def("has_common_text", &Pattern::has_common_text, nb::arg("other"), nb::arg("work"),
+           Release());
   nb::class_<AutomatonGrammar>(guide, "AutomatonGrammar")
       .def(
           "__init__",

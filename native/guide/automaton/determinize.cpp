@@ -476,7 +476,6 @@ Machine Machine::determinize(const Nfa& nfa, int32_t max_states, Work* work) {
 }
 
 Machine Machine::compile(const std::vector<Rule>& rules, int32_t max_states, int32_t max_unrolled) {
-  constexpr int32_t kMaxNfaStates = 1 << 17;
   Work work;
   const auto compile = [&](int32_t unrolled) {
     return determinize(Nfa(rules, kMaxNfaStates, unrolled, &work), max_states, &work);

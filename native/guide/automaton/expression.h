@@ -105,12 +105,15 @@ class Work {
   // About 50 ms of processor time.
   static constexpr int64_t kMaxSteps = 10'000'000;
 
+  explicit Work(int64_t max_steps = kMaxSteps) : max_steps_(max_steps) {}
+
   void count(int64_t steps) {
     steps_ += steps;
-    if (steps_ > kMaxSteps) throw std::length_error("automaton: takes too long to compile");
+    if (steps_ > max_steps_) throw std::length_error("automaton: takes too long to compile");
   }
 
  private:
+  int64_t max_steps_;
   int64_t steps_ = 0;
 };
 
