@@ -10,6 +10,7 @@ __all__ = [
     "DATA",
     "JSON_TYPES",
     "MAPS",
+    "SCHEMA_KEYWORDS",
     "ForAutomata",
     "JsonTypes",
     "Parts",
@@ -108,12 +109,13 @@ MAPS = word_set("properties patternProperties $defs definitions dependentSchemas
 
 #: Keywords whose value is data, not a schema.
 DATA = word_set("enum const default examples example")
-_SCHEMA_KEYWORDS = word_set(
+#: Keywords whose value is a schema or a list of schemas.
+SCHEMA_KEYWORDS = word_set(
     """allOf anyOf oneOf prefixItems items additionalItems additionalProperties propertyNames
     contains not if then else unevaluatedItems unevaluatedProperties"""
 )
 #: Keywords whose values contain schemas.
-_SCHEMAS = MAPS | _SCHEMA_KEYWORDS
+_SCHEMAS = MAPS | SCHEMA_KEYWORDS
 
 
 def subschemas(schema: Any, at: str = "#") -> Parts:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable
 from typing import Any
 from urllib.parse import unquote
 
-from graft.grammar.schema.documents import DATA, MAPS
+from graft.grammar.schema.documents import DATA, MAPS, SCHEMA_KEYWORDS
 from graft.grammar.schema.reasons import NoExactForm
 
-__all__ = ["References", "pointer_steps", "replace_references"]
+__all__ = ["References", "nesting_of", "pointer_steps", "replace_references"]
 
 _MAX_REFERENCE_CHAIN = 8
 _IDENTIFIERS = ("$id", "id")
+_DEFINITIONS = ("$defs", "definitions")
 
 
 def pointer_steps(pointer: str) -> list[str]:
@@ -85,6 +87,36 @@ class References:
             except (KeyError, ValueError, IndexError, TypeError):
                 raise NoExactForm("$ref", f"'#{pointer}' points to nothing") from None
         return found
+
+
+def nesting_of(root: Any) -> int:
+    """Return how deeply the subschemas of a document are nested, through references too.
+
+    The search visits each subschema once, in the order in which LLGuidance compiles the subschemas.
+    """
+    references = References(root)
+    greatest = 0
+    seen = set()
+    pending = [(root, 1)]
+    while pending:
+        part, depth = pending.pop()
+        if isinstance(part, list):
+            pending.extend((item, depth) for item in reversed(part))
+        if not isinstance(part, dict) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        greatest = max(greatest, depth)
+        children: list[Any] = []
+        for keyword, value in part.items():
+            if keyword == "$ref":
+                with contextlib.suppress(NoExactForm):
+                    children.append(references.resolve(value))
+            elif keyword in SCHEMA_KEYWORDS:
+                children.append(value)
+            elif keyword in MAPS and keyword not in _DEFINITIONS and isinstance(value, dict):
+                children.extend(value.values())
+        pending.extend((child, depth + 1) for child in reversed(children))
+    return greatest
 
 
 def replace_references(

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from graft.grammar.errors import GrammarError
 from graft.grammar.schema.any_order.grammar import any_order_grammar
 from graft.grammar.schema.documents import Parts, has_orders, subschemas, word_set
 from graft.grammar.schema.llguidance_check import (
@@ -25,6 +26,7 @@ from graft.grammar.schema.llguidance_check import (
 )
 from graft.grammar.schema.name_spelling import CONTROL, NO_CONTROL, OneSpelling, with_one_spelling
 from graft.grammar.schema.reasons import Reason
+from graft.grammar.schema.references import nesting_of
 from graft.grammar.schema.refused_keywords import find_causes
 from graft.grammar.schema.rewrite import Rewritten, rewrite
 from graft.grammar.schema.unsatisfiable_definitions import (
@@ -37,6 +39,9 @@ from graft.grammar.spec import KeyOrder, Whitespace, check_options
 __all__ = ["AutomatonForm", "Route", "automaton_form", "refusal", "route"]
 
 _MAX_REASONS = 20
+#: Maximum nesting of subschemas, references included. LLGuidance compiles nested subschemas
+#: recursively, and its stack overflows at a nesting of 1,750 or more, depending on the keywords.
+_MAX_NESTING = 1_500
 _MAX_REASONS_IN_MESSAGE = 5
 #: Maximum processor time of each of two searches: for the keywords of the rewritten schema that
 #: LLGuidance refuses, and then for their causes in the given schema.
@@ -127,7 +132,8 @@ def route(
     Raises
     ------
     GrammarError
-        The argument is not a schema, no finite value satisfies it, or an option is unknown.
+        The argument is not a schema, no finite value satisfies it, it is nested too deeply, or an
+        option is unknown.
     """
     check_options(key_order, whitespace, assert_formats)
     given_parts = check_schema(schema)
@@ -138,6 +144,12 @@ def route(
             return Route(
                 "llguidance", form.schema, True, "", form.rules, (), form.narrowed, (), spelling
             )
+    nesting = nesting_of(schema) if len(given_parts) > _MAX_NESTING else 0
+    if nesting > _MAX_NESTING:
+        raise GrammarError(
+            f"JSON schema: subschemas are nested {nesting:,} levels deep, including references; at "
+            f"most {_MAX_NESTING:,} levels are supported"
+        )
     rewritten, reasons, checked = _closest_form(schema, draft, whitespace, assert_formats)
     closest = rewritten.schema
     accepted = bool(checked.text)

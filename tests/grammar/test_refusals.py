@@ -211,3 +211,24 @@ def test_missing_documents_are_named_in_order(base):
         GrammarSpec.json_schema(schema).check()
     found = re.findall(r"#/properties/(\S+): \$ref", str(caught.value))
     assert found == names[:5]
+
+
+@pytest.mark.parametrize("kind, levels", [("$ref", 3001), ("properties", 6000), ("anyOf", 8999)])
+def test_long_chain_of_references_is_refused(kind: str, levels: int):
+    """LLGuidance's stack would overflow, and no automaton is built for so long a chain."""
+
+    def definition(number: int) -> dict:
+        reference = {"$ref": f"#/$defs/d{number}"}
+        if kind == "properties":
+            return {"type": "object", "properties": {"a": reference}}
+        if kind == "anyOf":
+            return {"anyOf": [{"type": "null"}, {"type": "array", "items": reference}]}
+        return reference
+
+    definitions = {f"d{number}": definition(number + 1) for number in range(2999)}
+    schema = {"$ref": "#/$defs/d0", "$defs": {**definitions, "d2999": {"type": "integer"}}}
+    with pytest.raises(GrammarError, match=rf"nested {levels:,} levels .* at most 1,500 levels"):
+        GrammarSpec.json_schema(schema).check()
+    few = {name: definitions[name] for name in [*definitions][:300]}
+    schema = {"$ref": "#/$defs/d0", "$defs": {**few, "d300": {"type": "integer"}}}
+    GrammarSpec.json_schema(schema).check()
