@@ -61,11 +61,16 @@ class _CompileQueue:
 
     The queue refers weakly to the futures of its compilations. A future that no request waits for
     is therefore deleted, and `get` skips its compilation.
+
+    There are as many child processes as threads. A thread takes the last one of `idle` for each
+    compilation and returns it afterwards, so a further process is started only when all started
+    ones are in use.
     """
 
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s
         self.threads: list[threading.Thread] = []
+        self.idle: list[ChildProcess] = []
         self.jobs: queue.SimpleQueue[tuple[Spec, weakref.ref[Future[CompiledGrammar]]] | None] = (
             queue.SimpleQueue()
         )
@@ -195,8 +200,9 @@ class GrammarService:
         A backend that is not a `BoundedBackend` compiles in this process without limits of time
         and memory.
     threads
-        Number of threads per queue. Each thread has a child process and runs one compilation at a
-        time.
+        Number of threads per queue, each of which runs one compilation at a time in a child
+        process. The first child process of the fast queue starts with the service, and the others
+        when several grammars are compiled at once.
     timeout_s
         Time limit of one compilation in seconds. The time in the queue, and the time in which the
         child process waits for a processor, do not count.
@@ -243,11 +249,13 @@ class GrammarService:
         self._closed = False
         self._fast_queue = _CompileQueue(min(_FAST_QUEUE_TIMEOUT_S, timeout_s))
         self._slow_queue = _CompileQueue(timeout_s)
-        self._children: list[ChildProcess] = []
-        for _ in range(threads):
-            self._start_thread(self._fast_queue, POOL.acquire(memory_bytes))
-        for _ in range(threads):
-            self._start_thread(self._slow_queue, POOL.new(memory_bytes))
+        # The pool returns its running processes first.
+        self._fast_queue.idle += [POOL.acquire(memory_bytes) for _ in range(threads)][::-1]
+        self._slow_queue.idle += [POOL.new(memory_bytes) for _ in range(threads)]
+        self._children = [*self._fast_queue.idle, *self._slow_queue.idle]
+        self._start_thread(self._fast_queue, self._fast_queue.idle[-1])
+        for jobs in [self._fast_queue] * (threads - 1) + [self._slow_queue] * threads:
+            self._start_thread(jobs)
 
     def submit(self, spec: Spec) -> Future[CompiledGrammar]:
         """Start compiling a grammar.
@@ -310,11 +318,11 @@ class GrammarService:
         self._fast_queue.end_threads()
         self._slow_queue.end_threads()
 
-    def _start_thread(self, jobs: _CompileQueue, child: ChildProcess) -> None:
+    def _start_thread(self, jobs: _CompileQueue, child: ChildProcess | None = None) -> None:
+        """Start a thread of a queue. The thread first starts the process `child`, if given."""
         thread = threading.Thread(
             target=self._run, args=(jobs, child), name="graft-compile", daemon=True
         )
-        self._children.append(child)
         jobs.threads.append(thread)
         with _stack_size_lock:
             default = threading.stack_size(_THREAD_STACK_BYTES)
@@ -323,26 +331,30 @@ class GrammarService:
             finally:
                 threading.stack_size(default)
 
-    def _run(self, jobs: _CompileQueue, child: ChildProcess) -> None:
+    def _run(self, jobs: _CompileQueue, first: ChildProcess | None) -> None:
         """Compile the jobs of a queue until the service is closed. Compile threads run this."""
-        if jobs is self._fast_queue and isinstance(self.backend, BoundedBackend):
+        if first is not None and isinstance(self.backend, BoundedBackend):
             with _log_errors("start of a child process"):
-                child.start()  # the child process starts while the engine loads its models
+                first.start()  # the child process starts while the engine loads its models
         while True:
             job = jobs.get()
             if job is None:
                 return
             with _log_errors("compile thread"):
-                self._run_job(job, jobs, child)
+                self._run_job(job, jobs)
             del job  # otherwise, a waiting thread keeps the last grammar alive
 
-    def _run_job(self, job: _Compilation, jobs: _CompileQueue, child: ChildProcess) -> None:
+    def _run_job(self, job: _Compilation, jobs: _CompileQueue) -> None:
         """Compile the grammar of a job and complete the job's future."""
         kind = job.spec.kind
         try:
             if self._closed:
                 raise ChildLost("the compile service was closed")
-            compiled = self._compile(job.spec, child, jobs.timeout_s)
+            child = jobs.idle.pop()
+            try:
+                compiled = self._compile(job.spec, child, jobs.timeout_s)
+            finally:
+                jobs.idle.append(child)
             _require_output(compiled)
         except ChildLost as error:
             self._handle_lost_child(job, jobs, error)

@@ -213,6 +213,13 @@ def test_compile_service_does_not_delay_fast_grammars(serve, count):
     assert service.counters()["compiled"] == 20
 
 
+def test_compile_service_runs_one_process_for_one_grammar_at_a_time(serve):
+    service = serve(threads=3, memory_bytes=1 << 30)  # no process of the pool has this limit
+    for i in range(6):
+        service.submit(GrammarSpec.regex(f"one at a time {i}")).result()
+    assert sum(child.idle for child in service._children) == 1
+
+
 def test_compile_service_remembers_slow_grammars(serve, monkeypatch):
     """A grammar that has been too slow for the fast queue does not occupy it a second time."""
     calls = []
