@@ -1,5 +1,6 @@
 """Requests and engine options of the tests that compare engines."""
 
+import functools
 import json
 import random
 import tempfile
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine_util import DEMO, DRAFTER, TARGET, mixed_requests
+from engine_util import DEMO, DRAFTER, TARGET, demo_engine, mixed_requests
 from tiny_models import make_tiny_dflash, make_tiny_mtp, matrix, write_json, write_safetensors
 
 from graft.cudagraph.driver.dtypes import to_float32
@@ -47,6 +48,15 @@ def workload(**options):
     for i, request in enumerate(requests):
         numbered.append(replace(request, id=str(i), seed=500 + i, **options))
     return numbered
+
+
+def workload_in_turn(modes, first=0):
+    """Return the requests of `workload`, the first one with mode `first`, the next with the next.
+
+    `modes` is a sequence of request options.
+    """
+    workloads = [workload(**mode) for mode in modes]
+    return [workloads[(first + i) % len(modes)][i] for i in range(len(workloads[0]))]
 
 
 def answer(output):
@@ -92,6 +102,75 @@ def settled(engine):
         grammar = counters["grammar"]
         for name in ("desyncs", "errors", "missing_snapshots"):
             assert not grammar[name], grammar
+
+
+#: Every second request of `workload`, for short runs. No grammar of them is cut off.
+SHORT = slice(1, None, 2)
+WHOLE = slice(None)
+
+
+@functools.cache
+def expected_answers(mode, has_grammars=True):
+    """Return a function of a slice of `workload` that returns the answers to its requests.
+
+    The requests are generated one by one without drafter and overlap, each when it is needed.
+
+    Parameters
+    ----------
+    mode
+        Name of an entry of `MODES`.
+    has_grammars
+        If false, the requests have no grammars.
+    """
+    requests = workload(**MODES[mode])
+    if not has_grammars:
+        requests = without_grammars(requests)
+    known = {}
+
+    def answers_to(part):
+        missing = [request for request in requests[part] if request.id not in known]
+        if missing:
+            with settled(demo_engine(speculation=False, max_batch_size=1, overlap=False)) as engine:
+                known.update((output.id, answer(output)) for output in engine.generate(missing))
+        return [known[request.id] for request in requests[part]]
+
+    return answers_to
+
+
+def without_grammars(requests):
+    return [replace(request, grammar=None) for request in requests]
+
+
+def check_disturbed(engine, requests, expected, seed):
+    """Submit, preempt and cancel requests at random times, and check the answers.
+
+    Return the number of preemptions.
+    """
+    rng = random.Random(seed)
+    pending = list(requests)
+    found = {}
+    preemptions = 0
+    rng.shuffle(pending)
+    while pending or engine.busy:
+        num_submitted = min(rng.choice((0, 1, 1, 3)), len(pending))
+        for _ in range(num_submitted):
+            engine.submit(pending.pop())
+        for event in engine.step():
+            if event.output is not None:
+                found[event.id] = event.output
+        ids = [str(r.id) for r in rng.sample(requests, len(requests))]
+        if rng.random() < 0.3 or not preemptions:
+            preemptions += any(engine.preempt(request_id) for request_id in ids)
+        if rng.random() < 0.03:
+            engine.cancel(ids[-1])
+    for request, wanted in zip(requests, expected, strict=True):
+        output = found[request.id]
+        where = (engine.options.max_batch_size, seed, request.id)
+        if output.reason == "cancelled":
+            assert output.tokens == wanted[1][: len(output.tokens)], where
+        else:
+            assert answer(output) == wanted, where
+    return preemptions
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,6 @@ def equal(ranks: RankGroup) -> None:
         answers(ranks, order, **options)
         for order, options in (
             (1, {"max_batch_size": 2}),
-            (-1, {"max_batch_size": 1}),
             (-1, {"max_batch_size": 4, "draft_tree": (2, 3), "internal": ONE_AT_A_TIME}),
         )
     ]
@@ -170,7 +169,7 @@ def main(case: str, path: str) -> int:
         idle(RankGroup.from_mpi(2.0), path)
         return 1
     cases = {"equal": equal, "real": real, "architecture": partial(architecture, model=Path(path))}
-    ranks = RankGroup.from_mpi(120.0 if case in cases else 4.0)
+    ranks = RankGroup.from_mpi(120.0 if case in cases else 2.0)
     if ranks.rank and case not in ("real", "architecture"):
         disturb(case)
     elif case == "killed":  # the launcher may end before this rank

@@ -1,5 +1,6 @@
 """Engine with automata on the device: outputs are unchanged, and no host steps are left."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -7,23 +8,25 @@ from engine_cases import (
     DFLASH,
     GROWN_TREE,
     MODES,
+    SHORT,
     TREE_PATHS,
+    WHOLE,
     answers,
     answers_and_drafts,
+    check_disturbed,
+    expected_answers,
     keep_some_on_host,
     settled,
     workload,
+    workload_in_turn,
 )
 from engine_util import FREE, demo_engine
-from test_engine_equality import check_disturbed, expected_answers
 
 from graft.cudagraph.errors import DeviceError
 from graft.grammar import GrammarSpec
 from graft.grammar.automaton.device import DeviceAutomata
 from graft.models.drafters import Suffix
 from graft.models.request import Request
-
-__all__ = ["expected_answers"]  # a fixture
 
 UNMASKED_TREE = {**GROWN_TREE, "draft_masking": "none"}
 OPTIONS = {
@@ -44,8 +47,6 @@ OPTIONS = {
     "loops": {"max_batch_size": 3, "generation": "graph"},
     "loops, tree": {"max_batch_size": 3, "generation": "graph", **UNMASKED_TREE},
 }
-#: Names of the options of the quick suite.
-QUICK = ("chain", "loops")
 
 
 def compile_automata(engine, requests):
@@ -56,23 +57,26 @@ def compile_automata(engine, requests):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in OPTIONS],
+    "name, part",
+    [
+        pytest.param("chain", SHORT, id="chain, short"),
+        *(pytest.param(name, WHOLE, id=name, marks=pytest.mark.full) for name in OPTIONS),
+    ],
 )
-@pytest.mark.full("chain")
-def test_device_automata_do_not_change_outputs(monkeypatch, expected_answers, name):
+def test_device_automata_do_not_change_outputs(monkeypatch, name, part):
     """Requests on device and host join, are preempted and are cancelled at random times."""
     mode = ("greedy", "coupled")[len(name) % 2]
     keep_some_on_host(monkeypatch)
     with settled(demo_engine(device_automata=True, **OPTIONS[name])) as engine:
-        compile_automata(engine, workload(**MODES[mode]))
-        check_disturbed(engine, expected_answers, mode, seed=len(name))
+        requests = workload(**MODES[mode])[part]
+        compile_automata(engine, requests)
+        check_disturbed(engine, requests, expected_answers(mode)(part), seed=len(name))
         rounds = engine.stats.rounds_by_kind
         assert rounds["host"] > 0 and rounds["device"] + rounds["loop"] > 0
         assert sum(rounds.values()) == engine.stats.rounds
 
 
-#: Engine options for each draft mode; the first `NUM_QUICK_MODES` run in the quick suite.
+#: Engine options for each draft mode.
 DRAFT_MODES = {
     "chain, fill": {},
     "tree": UNMASKED_TREE,
@@ -80,22 +84,26 @@ DRAFT_MODES = {
     "chain, fill, 64 threads": {},
     "tree, 64 threads": UNMASKED_TREE,
 }
-NUM_QUICK_MODES = 1
 SAMPLING = {**MODES, "rejection": {"temperature": 0.9, "verify": "rejection"}}
 
 
 @pytest.mark.parametrize(
-    "name",
+    "name, num_turns",
     [
-        pytest.param(name, marks=[pytest.mark.full] if number >= NUM_QUICK_MODES else [])
-        for number, name in enumerate(DRAFT_MODES)
+        ("chain, fill", 1),
+        *(pytest.param(name, len(SAMPLING), marks=pytest.mark.full) for name in DRAFT_MODES),
     ],
 )
-def test_device_automata_do_not_change_drafts(monkeypatch, name):
-    """If no mask row is late, outputs, rounds and drafts are equal in every draft mode."""
+def test_device_automata_do_not_change_drafts(monkeypatch, name, num_turns):
+    """If no mask row is late, outputs, rounds and drafts are equal in every draft mode.
+
+    In each turn, the requests use the sampling methods one after another, and in the next turn
+    every request uses the next method.
+    """
     if name.endswith("threads"):
         monkeypatch.setattr("graft.grammar.automaton.device._CPU_BLOCK", 64)
-    sampling = SAMPLING.values()
+    sampling = list(SAMPLING.values())
+    turns = [workload_in_turn(sampling, first) for first in range(num_turns)]
     found = []
     for device_automata in (False, True):
         with settled(
@@ -106,7 +114,7 @@ def test_device_automata_do_not_change_drafts(monkeypatch, name):
                 **DRAFT_MODES[name],
             )
         ) as engine:
-            found.append([answers_and_drafts(engine.generate(workload(**o))) for o in sampling])
+            found.append([answers_and_drafts(engine.generate(turn)) for turn in turns])
             assert (engine.counters()["automata"].get("misses", 0) > 0) == device_automata
     assert found[0] == found[1]
 
@@ -124,11 +132,17 @@ def automaton_requests():
     return requests
 
 
+@functools.cache
+def automaton_answers():
+    """Return the answers to `automaton_requests`, which options of drafting must not change."""
+    with settled(demo_engine(max_batch_size=4)) as engine:
+        return answers(engine.generate(automaton_requests()))
+
+
 def test_device_rounds_have_no_host_steps():
     """A batch whose requests are promoted runs no host work, and its graphs contain none."""
     requests = automaton_requests()
-    with settled(demo_engine(max_batch_size=4)) as engine:
-        expected = answers(engine.generate(requests))
+    expected = automaton_answers()
     with settled(demo_engine(max_batch_size=4, device_automata=True)) as engine:
         compile_automata(engine, requests)
         before = engine.counters()["grammar"]
@@ -160,11 +174,9 @@ def test_device_rounds_have_no_host_steps():
 )
 def test_device_automata_have_no_effect_where_drafts_are_probed(caplog, options):
     requests = automaton_requests()
-    with settled(demo_engine(max_batch_size=4, **options)) as engine:
-        expected = answers(engine.generate(requests))
     with settled(demo_engine(max_batch_size=4, device_automata=True, **options)) as engine:
         compile_automata(engine, requests)
-        assert answers(engine.generate(requests)) == expected
+        assert answers(engine.generate(requests)) == automaton_answers()
         assert engine.counters()["automata"] == {}
         assert engine.counters()["grammar"]["probes"] > 0
     assert "grammar steps of all requests run on the host: drafts are probed" in caplog.text
@@ -173,10 +185,8 @@ def test_device_automata_have_no_effect_where_drafts_are_probed(caplog, options)
 def test_device_automata_have_no_effect_where_tokens_are_forced_without_drafter(caplog):
     requests = automaton_requests()
     options = {"max_batch_size": 4, "speculation": False, "forced_drafts": True}
-    with settled(demo_engine(**options)) as engine:
-        expected = answers(engine.generate(requests))
     with settled(demo_engine(**options, generation="graph")) as engine:
-        assert answers(engine.generate(requests)) == expected
+        assert answers(engine.generate(requests)) == automaton_answers()
         assert engine.counters()["automata"] == {}
     assert "tokens are forced without a drafter" in caplog.text
 
@@ -233,8 +243,7 @@ def test_device_automata_draft_forced_tokens(monkeypatch, composition, block):
 def test_device_automata_keep_byte_bounds():
     """Automata and mask rows use at most the memory of the options."""
     requests = automaton_requests()
-    with settled(demo_engine(max_batch_size=4)) as engine:
-        expected = answers(engine.generate(requests))
+    expected = automaton_answers()
     options = {"automaton_bytes": 1 << 10, "mask_row_bytes": 1 << 10}
     with settled(demo_engine(max_batch_size=4, device_automata=True, **options)) as engine:
         compile_automata(engine, requests)
@@ -253,8 +262,7 @@ def test_device_automata_keep_byte_bounds():
 def test_device_error_during_promotion_leaves_request_on_host(monkeypatch):
     """If no pinned memory is left for a table, the request runs on the host."""
     requests = automaton_requests()
-    with settled(demo_engine(max_batch_size=4)) as engine:
-        expected = answers(engine.generate(requests))
+    expected = automaton_answers()
     failures = []
 
     def acquire(automata, lane, grammar):
@@ -325,7 +333,7 @@ def test_request_with_a_deep_stack_continues_on_the_host():
     schema = {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}
     spec = GrammarSpec.json_schema(schema)
     found = []
-    for options in ({}, {"device_automata": True}, {"generation": "graph"}):
+    for options in ({"device_automata": True}, {"generation": "graph"}):
         with settled(demo_engine(max_batch_size=2, **options)) as engine:
             bracket = engine.tokenizer.encode("[")[-1]
             request = Request(prompt="x", grammar=spec, max_tokens=150, logit_bias={bracket: 100.0})
@@ -334,6 +342,6 @@ def test_request_with_a_deep_stack_continues_on_the_host():
             depth = len(output.text) // 2
             assert depth > 70
             assert output.text == "[" * depth + "]" * depth
-            assert output.preempted == bool(options)
+            assert output.preempted
             found.append(output.tokens)
-    assert found[1:] == found[:1] * 2
+    assert found[0] == found[1]

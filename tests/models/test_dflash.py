@@ -161,7 +161,7 @@ def test_dflash2_selector_equals_published_code(device, stream, form, tree):
     rounds = Rounds(device, stream, target, DFLASH2, 4, expected["tokens"], tree)
     for slot, chunks in enumerate([(0,), (0, 1), (0, 3, 32)]):
         rounds.prompt(slot, chunks)
-    for batch, counts in [([0, 1, 2], [1, 5, 1]), ([2, -1, 0], [4, 0, 1]), ([0, 1], [5, 1])]:
+    for batch, counts in [([0, 1, 2], [1, 5, 1]), ([2, -1, 0], [4, 0, 1])]:
         for slot, count in zip(batch, counts, strict=True):
             if slot >= 0 and tree is None:  # later levels continue the drafts of the published code
                 published = expected[f"drafts_{rounds.n[slot] + count}"]

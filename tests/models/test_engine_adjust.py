@@ -165,12 +165,13 @@ def adjusted_outputs():
     """Requests with each of the adjustments, and their outputs without a drafter."""
     requests = []
     for name, adjustment in ADJUSTMENTS.items():
-        for i, request in enumerate(mixed_requests(2, seed=5)):
-            request = replace(request, id=f"{name} {i}", max_tokens=40, **adjustment)
+        # With a grammar, outputs are short.
+        for i, request in enumerate(mixed_requests(2 if name == "plain" else 1, seed=5)):
+            request = replace(request, id=f"{name} {i}", max_tokens=48, **adjustment)
             if name != "plain":
                 request = replace(request, grammar=None)
             requests.append(request)
-    with demo_engine(max_batch_size=8, speculation=False) as engine:
+    with demo_engine(max_batch_size=4, speculation=False) as engine:
         return requests, engine.generate(requests)
 
 
@@ -192,7 +193,7 @@ def test_drafts_follow_logit_adjustments(options, drafts_per_round, adjusted_out
     the drafter too. Outputs are the same as without a drafter.
     """
     requests, expected = adjusted_outputs
-    with demo_engine(max_batch_size=8, drafter=TARGET, **options) as engine:
+    with demo_engine(max_batch_size=4, drafter=TARGET, **options) as engine:
         outputs = engine.generate(requests)
     assert [output.tokens for output in outputs] == [output.tokens for output in expected]
     for name in ADJUSTMENTS:

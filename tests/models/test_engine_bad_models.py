@@ -89,7 +89,7 @@ def set_nan(file, name):
 def test_engine_reports_drafter_with_nan_logits(tmp_path, caplog, options):
     """The outputs equal those without a drafter, and one warning names the cause."""
     requests = [
-        Request(tokens=[40], max_tokens=150, temperature=4.0, seed=1, min_tokens=149),
+        Request(tokens=[40], max_tokens=90, temperature=4.0, seed=1, min_tokens=89),
         *mixed_requests(2),
         *(Request(tokens=[41], max_tokens=2) for _ in range(3)),
     ]

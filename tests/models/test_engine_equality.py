@@ -16,10 +16,14 @@ from engine_cases import (
     DRAFTER_OPTIONS,
     MODES,
     MORE_TREE_OPTIONS,
+    SHORT,
+    WHOLE,
     RandomDFlash2,
     RandomDrafter,
     answer,
     answers,
+    check_disturbed,
+    expected_answers,
     propose_repeat,
     random_lengths,
     settled,
@@ -43,63 +47,18 @@ from graft.tools.bench.demo_evaluation import task_grammar
 from graft.tools.demo.tasks import held_out_tasks
 
 
-@pytest.fixture(scope="module")
-def expected_answers():
-    """Expected answers by mode, generated one by one without drafter and without overlap."""
-    expected = {}
-    with settled(demo_engine(speculation=False, max_batch_size=1, overlap=False)) as engine:
-        for mode, options in MODES.items():
-            expected[mode] = []
-            for request in workload(**options):
-                [output] = engine.generate([request])
-                expected[mode].append(answer(output))
-    return expected
-
-
-def check_disturbed(engine, expected_answers, mode, seed):
-    """Submit, preempt and cancel requests at random times, and check the answers.
-
-    Return the number of preemptions.
-    """
-    rng = random.Random(seed)
-    requests = workload(**MODES[mode])
-    pending = list(requests)
-    found = {}
-    preemptions = 0
-    rng.shuffle(pending)
-    while pending or engine.busy:
-        num_submitted = min(rng.choice((0, 1, 1, 3)), len(pending))
-        for _ in range(num_submitted):
-            engine.submit(pending.pop())
-        for event in engine.step():
-            if event.output is not None:
-                found[event.id] = event.output
-        ids = [str(r.id) for r in rng.sample(requests, len(requests))]
-        if rng.random() < 0.3 or not preemptions:
-            preemptions += any(engine.preempt(request_id) for request_id in ids)
-        if rng.random() < 0.03:
-            engine.cancel(ids[-1])
-    for request, expected in zip(requests, expected_answers[mode], strict=True):
-        output = found[request.id]
-        where = (engine.options.max_batch_size, seed, request.id)
-        if output.reason == "cancelled":
-            assert output.tokens == expected[1][: len(output.tokens)], where
-        else:
-            assert answer(output) == expected, where
-    return preemptions
-
-
 @pytest.mark.parametrize(
-    "number",
+    "number, part",
     [
-        pytest.param(number, marks=[pytest.mark.full] if number % 4 != 1 else [])
-        for number in range(len(CONFIGURATIONS))
+        pytest.param(5, SHORT, id="5, short"),
+        pytest.param(13, SHORT, id="13, short"),
+        *(
+            pytest.param(number, WHOLE, id=str(number), marks=pytest.mark.full)
+            for number in range(len(CONFIGURATIONS))
+        ),
     ],
 )
-@pytest.mark.full("[1]", "[9]", "[17]")
-def test_engine_output_is_unchanged_by_join_cancel_and_preemption(
-    expected_answers, number, monkeypatch
-):
+def test_engine_output_is_unchanged_by_join_cancel_and_preemption(number, part, monkeypatch):
     """Outputs do not change if requests are submitted, preempted and cancelled at random times.
 
     Weights and grammar backend of the configurations are not used, because outputs depend on them.
@@ -123,7 +82,8 @@ def test_engine_output_is_unchanged_by_join_cancel_and_preemption(
             engine._replays.on_row = record_cut
             lengths = random_lengths(engine._built.budget.lengths, number)
             engine._scheduler.budget = FixedDraftLengths(lengths)
-        preemptions = check_disturbed(engine, expected_answers, mode, seed=number)
+        requests = workload(**MODES[mode])[part]
+        preemptions = check_disturbed(engine, requests, expected_answers(mode)(part), seed=number)
         assert preemptions == engine.stats.preemptions > 0
         has_many_lengths = len(engine.stats.rounds_by_length) > 1
         assert has_many_lengths == auto == bool(tested_when_cut)
@@ -134,19 +94,15 @@ def test_engine_output_is_unchanged_by_join_cancel_and_preemption(
 
 
 @functools.cache
-def prompts_and_answers(count):
+def prompts_and_answers():
     """Return requests and their expected answers, generated without drafts.
 
-    For each of `count` tasks there are four requests: greedy and coupled, with and without grammar.
-    If `count` is less than 100, the shortest tasks are chosen and the outputs are short.
+    For each of 200 tasks there are four requests: greedy and coupled, with and without grammar.
     """
-    is_quick = count < 100
-    tasks = [t for t in held_out_tasks(2 * count + 40, seed=29) if task_grammar(t) is not None]
-    if is_quick:
-        tasks.sort(key=lambda task: len(task.text))
+    tasks = [task for task in held_out_tasks(440, seed=29) if task_grammar(task) is not None]
     requests = []
-    for seed, task in enumerate(tasks[:count]):
-        request = task_request(task, max_tokens=6 if is_quick else 48)
+    for seed, task in enumerate(tasks[:200]):
+        request = task_request(task, max_tokens=48)
         for sampling in MODES.values():
             requests.append(replace(request, seed=seed, **sampling))
     requests += [replace(request, grammar=None) for request in requests]
@@ -157,16 +113,11 @@ def prompts_and_answers(count):
 ALL_DRAFTER_OPTIONS = DRAFTER_OPTIONS | MORE_TREE_OPTIONS
 
 
-@pytest.mark.parametrize(
-    "drafter, count",
-    [
-        *((drafter, 8) for drafter in ("eagle3", "dflash2", "host, tree")),
-        *(pytest.param(name, 200, marks=pytest.mark.full) for name in ALL_DRAFTER_OPTIONS),
-    ],
-)
-def test_drafts_do_not_change_outputs(drafter, count):
+@pytest.mark.parametrize("drafter", ALL_DRAFTER_OPTIONS)
+@pytest.mark.full
+def test_drafts_do_not_change_outputs(drafter):
     """Each drafter, as chain and as tree, runs all requests in random order in mixed batches."""
-    requests, expected = prompts_and_answers(count)
+    requests, expected = prompts_and_answers()
     order = random.Random(drafter).sample(range(len(requests)), len(requests))
     with settled(demo_engine(max_batch_size=5, **ALL_DRAFTER_OPTIONS[drafter])) as engine:
         outputs = engine.generate([requests[i] for i in order])
@@ -175,7 +126,7 @@ def test_drafts_do_not_change_outputs(drafter, count):
     for i, output in zip(order, outputs, strict=True):
         if answer(output) != expected[i]:
             different.append((output.reason, output.error, requests[i]))
-    assert len(requests) == 4 * count
+    assert len(requests) == 800
     assert not different
 
 
@@ -218,7 +169,7 @@ def drafts_by_position(lengths, **options):
     ],
     ids=["eagle3", "lookup", "tree", "mtp", "model", "block", "host"],
 )
-@pytest.mark.full("lookup")
+@pytest.mark.full("eagle3", "lookup")
 def test_drafter_continues_after_rounds_without_drafts(options):
     """A drafter that had to pause for some rounds generates the same drafts as one that had not.
 
@@ -238,14 +189,16 @@ def test_drafter_continues_after_rounds_without_drafts(options):
 @pytest.mark.full
 @pytest.mark.parametrize("masking", ["auto", "none"], ids=["masked", "unmasked"])
 @pytest.mark.parametrize("transport", ["native", "mailbox", "spinkernel"])
-def test_engine_output_is_unchanged_in_many_disturbed_runs(expected_answers, transport, masking):
+def test_engine_output_is_unchanged_in_many_disturbed_runs(transport, masking):
     """Requests join, are preempted and cancelled at random, in five runs for each batch size."""
     for batch in range(1, 9):
         options = {"grammar_transport": transport, "draft_masking": masking}
         with settled(demo_engine(max_batch_size=batch, **options)) as engine:
             for seed in range(5):
                 mode = "greedy" if seed % 2 else "coupled"
-                check_disturbed(engine, expected_answers, mode, seed=1000 * batch + seed)
+                requests = workload(**MODES[mode])
+                expected = expected_answers(mode)(WHOLE)
+                check_disturbed(engine, requests, expected, seed=1000 * batch + seed)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +245,7 @@ def test_grammar_tests_ids_that_dflash2_offers(tree) -> None:
         (RandomDFlash2(1), "probe"),
     ):
         with settled(demo_engine(drafter=drafter, draft_masking=masking, **options)) as engine:
-            outputs = engine.generate(mixed_requests(6, max_tokens=40))
+            outputs = engine.generate(mixed_requests(4, max_tokens=24))
             name = masking if drafter is not DFLASH else "dflash"
             grammar = engine.counters()["grammar"]
             accepted = sum(o.accepted for o in outputs)
@@ -305,6 +258,7 @@ def test_grammar_tests_ids_that_dflash2_offers(tree) -> None:
 
 
 @pytest.mark.parametrize("tree", [None, (3, 4)], ids=["chain", "tree"])
+@pytest.mark.full("chain")
 def test_lattice_probe_runs_one_grammar_step_per_round(tree) -> None:
     """The grammar step of a round returns only legal drafts.
 

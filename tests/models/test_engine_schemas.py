@@ -15,11 +15,14 @@ from graft.models.request import Limits, Request
 
 
 def schemas(data, count):
-    """Return the smallest schemas of MaskBench, taking one from each of its splits in turn."""
+    """Return small schemas of MaskBench, taking one from each of its splits in turn.
+
+    They are the smallest ones of the `count` shortest rows of each split.
+    """
     splits = []
     for path in sorted((data / "maskbench").glob("*.jsonl.gz")):
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
-            rows = [json.loads(line) for line in lines]
+        with gzip.open(path, "rb") as lines:
+            rows = [json.loads(line) for line in sorted(lines, key=len)[:count]]
         rows.sort(key=lambda row: len(json.dumps(row["schema"])))
         splits.append(rows)
     chosen = []

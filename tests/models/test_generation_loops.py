@@ -7,24 +7,28 @@ import weakref
 from dataclasses import replace
 
 import pytest
-import test_engine_equality
 from engine_cases import (
     DFLASH,
     DRAFTER_OPTIONS,
     GROWN_TREE,
     MODES,
     MORE_TREE_OPTIONS,
+    SHORT,
+    WHOLE,
     answer,
     answers,
     answers_and_drafts,
+    check_disturbed,
+    expected_answers,
     keep_some_on_host,
     propose_repeat,
     settled,
+    without_grammars,
     workload,
+    workload_in_turn,
 )
 from engine_util import FREE, LONG, demo_engine, drain, patch_kernel_source
 from test_device_automata_rounds import automaton_requests, compile_automata
-from test_engine_equality import check_disturbed, expected_answers
 
 from graft.cudagraph.errors import DeviceError, OptionError
 from graft.models.drafters import Suffix, UserDrafter
@@ -32,8 +36,6 @@ from graft.models.engine import assembly, replay
 from graft.models.engine.slots import LOOP_PAGES_AHEAD
 from graft.models.request import Request
 from graft.models.round.loop import LOOP_ENTRIES, LoopControl
-
-__all__ = ["expected_answers"]  # a fixture
 
 UNMASKED_TREE = {**GROWN_TREE, "draft_masking": "none"}
 DISTURBED_OPTIONS = {
@@ -55,48 +57,63 @@ GUIDED_OPTIONS = {
     "automatic length": {"draft_length": "auto"},
     "few pages": {"pages": 40, "page_size": 16, "max_length": 400},
 }
-QUICK_GUIDED = ("host", "device")
 LOOP_KERNELS = "models/round/kernels/loop.cu"
-#: Modes of the tests with disturbances; the last one runs in the quick suite.
-QUICK_LAST = [pytest.param("greedy", marks=pytest.mark.full), "coupled"]
+#: A request whose tokens fill the output ring of a loop several times.
+MEDIUM = replace(LONG, max_tokens=4 * LOOP_ENTRIES)
 LOOP_MODES = {**MODES, "rejection": {"temperature": 0.9, "verify": "rejection"}}
 ALL_OPTIONS = {**DRAFTER_OPTIONS, **MORE_TREE_OPTIONS}
 #: Names of drafters that run on the host.
 HOST_DRAFTERS = ("host", "host, tree")
-QUICK = ("eagle3",)
-
-
-def free_requests(**options):
-    """Return the requests of `workload` without their grammars."""
-    return [replace(request, grammar=None) for request in workload(**options)]
 
 
 def loop_engine(**options):
     return demo_engine(**{"max_batch_size": 3, "generation": "graph", **options})
 
 
+@pytest.fixture(scope="module")
+def shared_engine():
+    """An engine with the default drafter. Each test must finish or cancel its requests."""
+    with settled(loop_engine()) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def undrafted_engine():
+    """An engine without drafter. Each test must finish or cancel its requests."""
+    with settled(loop_engine(speculation=False, max_batch_size=4)) as engine:
+        yield engine
+
+
 @pytest.mark.parametrize(
-    "drafter",
+    "drafter, num_turns",
     [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.full)
-        for name in ALL_OPTIONS
-        if name not in HOST_DRAFTERS
+        ("eagle3", 1),
+        *(
+            pytest.param(name, len(LOOP_MODES), marks=pytest.mark.full)
+            for name in ALL_OPTIONS
+            if name not in HOST_DRAFTERS
+        ),
     ],
 )
-def test_loop_outputs_equal_outputs_of_rounds(drafter):
-    """Tokens, log probabilities and draft counts equal those without loops, also with sampling."""
+def test_loop_outputs_equal_outputs_of_rounds(drafter, num_turns):
+    """Tokens, log probabilities and draft counts equal those without loops, also with sampling.
+
+    In each turn, the requests use the modes one after another, and in the next turn every request
+    uses the next mode.
+    """
     options = {"max_batch_size": 3, "grammar_budget_us": None, **ALL_OPTIONS[drafter]}
-    modes = LOOP_MODES.values()
+    modes = list(LOOP_MODES.values())
+    turns = [without_grammars(workload_in_turn(modes, first)) for first in range(num_turns)]
     with demo_engine(**options) as engine:
-        expected = [answers_and_drafts(engine.generate(free_requests(**mode))) for mode in modes]
+        expected = [answers_and_drafts(engine.generate(turn)) for turn in turns]
     with settled(loop_engine(**options)) as engine:
-        for mode, answers_of_mode in zip(modes, expected, strict=True):
-            assert answers_and_drafts(engine.generate(free_requests(**mode))) == answers_of_mode
+        for turn, answers_of_turn in zip(turns, expected, strict=True):
+            assert answers_and_drafts(engine.generate(turn)) == answers_of_turn
         has_loops = not engine._resources.mode.is_lattice_tree
         assert (engine.stats.launches < engine.stats.rounds) == has_loops
 
 
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.full), 4])
 def test_loops_are_launched_once_per_batch_size_if_nothing_joins(batch):
     """The requests end one after another, so the loops have four, two and one batch rows."""
     requests = [replace(FREE, tokens=[300 + i], max_tokens=20 + 5 * i) for i in range(batch)]
@@ -127,46 +144,35 @@ def test_loop_runs_requests_with_automata_on_device(options):
         assert engine.stats.launches < engine.stats.rounds
 
 
-@pytest.fixture(scope="module")
-def free_answers():
-    """Expected answers to `free_requests` by mode, generated one by one without drafter."""
-    with settled(demo_engine(speculation=False, max_batch_size=1, overlap=False)) as engine:
-        return {
-            name: [answer(engine.generate([request])[0]) for request in free_requests(**mode)]
-            for name, mode in MODES.items()
-        }
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(options, id=name, marks=() if name == "chain" else pytest.mark.full)
-        for name, options in DISTURBED_OPTIONS.items()
-    ],
-)
-@pytest.mark.parametrize("mode", QUICK_LAST)
-def test_loops_do_not_change_outputs(free_answers, monkeypatch, options, mode):
+@pytest.mark.parametrize("options", DISTURBED_OPTIONS.values(), ids=DISTURBED_OPTIONS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.full
+def test_loops_do_not_change_outputs(options, mode):
     """Requests join, are preempted and are cancelled at random times."""
-    monkeypatch.setattr(test_engine_equality, "workload", free_requests)
+    requests = without_grammars(workload(**MODES[mode]))
     with settled(loop_engine(**options)) as engine:
-        check_disturbed(engine, free_answers, mode, seed=len(options))
+        expected = expected_answers(mode, False)(WHOLE)
+        check_disturbed(engine, requests, expected, seed=len(options))
         assert engine.stats.launches < engine.stats.rounds
 
 
 @pytest.mark.parametrize(
-    "options",
+    "options, mode, part",
     [
-        pytest.param(options, id=name, marks=() if name in QUICK_GUIDED else pytest.mark.full)
-        for name, options in GUIDED_OPTIONS.items()
+        pytest.param(GUIDED_OPTIONS["device"], "coupled", SHORT, id="device, short"),
+        *(
+            pytest.param(options, mode, WHOLE, id=f"{mode}-{name}", marks=pytest.mark.full)
+            for name, options in GUIDED_OPTIONS.items()
+            for mode in MODES
+        ),
     ],
 )
-@pytest.mark.parametrize("mode", QUICK_LAST)
-@pytest.mark.full("coupled-host")
-def test_loops_with_grammars_do_not_change_outputs(monkeypatch, expected_answers, options, mode):
+def test_loops_with_grammars_do_not_change_outputs(monkeypatch, options, mode, part):
     """Batches with grammar steps on the host run in rounds, and others in loops."""
     keep_some_on_host(monkeypatch)
     with settled(loop_engine(max_batch_size=4, **options)) as engine:
-        check_disturbed(engine, expected_answers, mode, seed=1)
+        requests = workload(**MODES[mode])[part]
+        check_disturbed(engine, requests, expected_answers(mode)(part), seed=1)
         assert engine.stats.rounds_by_kind["host"] > 0
         if options.get("device_automata"):
             assert engine.stats.launches < engine.stats.rounds
@@ -252,17 +258,17 @@ def long_ring(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def long_answer():
+def medium_answer():
     with demo_engine(max_batch_size=1) as engine:
-        return answer(engine.generate([LONG])[0])
+        return answer(engine.generate([MEDIUM])[0])
 
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.full
-def test_loop_ends_within_two_rounds(end, long_ring, long_answer):
+def test_loop_ends_within_two_rounds(end, long_ring, medium_answer):
     with settled(loop_engine()) as engine:
         check_loop_ends(engine, end)
-        assert answer(engine.generate([LONG])[0]) == long_answer
+        assert answer(engine.generate([MEDIUM])[0]) == medium_answer
 
 
 def test_counters_end_loop_before_they_wait_for_device(long_ring):
@@ -276,14 +282,21 @@ def test_counters_end_loop_before_they_wait_for_device(long_ring):
         drain(engine)
 
 
-@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_waiting_request_joins_running_loop(overlap):
-    """A request joins a loop whether or not rounds overlap."""
-    with settled(loop_engine(max_batch_size=2, overlap=overlap)) as engine:
-        [first] = start_loop(engine, LONG)
-        second = engine.submit(replace(FREE, max_tokens=2))
-        finished = [event.id for event in drain_events(engine) if event.finished]
-        assert finished == [second, first]
+def check_join(engine):
+    [first] = start_loop(engine, MEDIUM)
+    second = engine.submit(replace(FREE, max_tokens=2))
+    finished = [event.id for event in drain_events(engine) if event.finished]
+    assert finished == [second, first]
+
+
+def test_waiting_request_joins_running_loop(shared_engine):
+    check_join(shared_engine)
+
+
+@pytest.mark.full
+def test_waiting_request_joins_running_loop_without_overlap():
+    with settled(loop_engine(max_batch_size=2, overlap=False)) as engine:
+        check_join(engine)
 
 
 @pytest.mark.overlap
@@ -293,25 +306,36 @@ def test_waiting_request_gets_pages_of_request_that_ends_in_loop():
     with settled(loop_engine(**options)) as engine:
         prompt = list(range(10, 200))
         short = replace(LONG, tokens=prompt, max_tokens=40)
-        short, long = start_loop(engine, short, replace(LONG, max_tokens=300))
+        short, long = start_loop(engine, short, replace(LONG, max_tokens=220))
         waiting = engine.submit(replace(FREE, tokens=prompt[1:], max_tokens=2))
         finished = [event.id for event in drain_events(engine) if event.finished]
         assert finished == [short, waiting, long]
 
 
-@pytest.mark.parametrize("overlap", [pytest.param(True, marks=pytest.mark.full), False])
-def test_stats_count_each_round_of_loops_once(overlap):
+def check_stats(engine):
+    """Check that the statistics count each round of the engine's loops once."""
     requests = [replace(LONG, seed=i, max_tokens=20 + 9 * i) for i in range(5)]
-    with settled(loop_engine(max_batch_size=2, overlap=overlap)) as engine:
-        launched = engine._replays.launched
-        engine.generate(requests)
-        assert engine.stats.launches < engine.stats.rounds
-        assert engine.stats.rounds == engine._replays.launched - launched
+    engine.synchronize()
+    engine.reset_stats()
+    launched = engine._replays.launched
+    engine.generate(requests)
+    assert engine.stats.launches < engine.stats.rounds
+    assert engine.stats.rounds == engine._replays.launched - launched
+
+
+def test_stats_count_each_round_of_loops_once(shared_engine):
+    check_stats(shared_engine)
+
+
+@pytest.mark.full
+def test_stats_count_each_round_of_loops_once_without_overlap():
+    with settled(loop_engine(max_batch_size=2, overlap=False)) as engine:
+        check_stats(engine)
 
 
 def check_full_ring(engine, expected):
     """Check that a loop waits for a host that reads no results, and that none is lost."""
-    [request_id] = start_loop(engine, LONG)
+    [request_id] = start_loop(engine, MEDIUM)
     engine._replays._stream.synchronize()
     read = engine._replays.unread[0].number - 1
     assert published(engine) - read == LOOP_ENTRIES - 1
@@ -319,13 +343,13 @@ def check_full_ring(engine, expected):
 
 
 @pytest.mark.overlap
-def test_loop_ends_when_output_ring_is_full(long_answer):
+def test_loop_ends_when_output_ring_is_full(medium_answer):
     with settled(loop_engine(max_batch_size=1)) as engine:
-        check_full_ring(engine, long_answer)
+        check_full_ring(engine, medium_answer)
         assert engine.stats.loops > 1
 
 
-def test_loop_results_are_lost_without_check_of_ring(monkeypatch, long_answer):
+def test_loop_results_are_lost_without_check_of_ring(monkeypatch, medium_answer):
     """Mutant: without the check, the device overwrites results that the host has not read."""
     monkeypatch.setattr(replay, "ROUND_DEADLINE_S", 1.0)
     check = "goes_on = active != 0 && unable == 0 && has_entry"
@@ -333,7 +357,7 @@ def test_loop_results_are_lost_without_check_of_ring(monkeypatch, long_answer):
     patch_kernel_source(monkeypatch, LOOP_KERNELS, check, without)
     engine = loop_engine(max_batch_size=1)
     with engine, pytest.raises((AssertionError, DeviceError)):
-        check_full_ring(engine, long_answer)
+        check_full_ring(engine, medium_answer)
 
 
 @pytest.mark.overlap
@@ -357,11 +381,11 @@ def test_loop_goes_on_without_exit_word(end, monkeypatch, long_ring):
         check_loop_ends(engine, end)
 
 
-@pytest.mark.parametrize("pages", [24, pytest.param(40, marks=pytest.mark.full)])
+@pytest.mark.parametrize("pages", [12, pytest.param(20, marks=pytest.mark.full)])
 def test_loop_ends_before_pages_run_out(pages):
     """With few pages, requests are preempted, and loops end when a request needs more pages."""
-    requests = [replace(LONG, seed=i, max_tokens=200, verify="coupled") for i in range(4)]
-    options = {"max_batch_size": 3, "pages": pages, "page_size": 16, "max_length": 300}
+    requests = [replace(LONG, seed=i, max_tokens=100, verify="coupled") for i in range(4)]
+    options = {"max_batch_size": 3, "pages": pages, "page_size": 16, "max_length": 150}
     with demo_engine(**options) as engine:
         expected = answers(engine.generate(requests))
     with settled(demo_engine(**options, generation="graph")) as engine:
@@ -374,7 +398,7 @@ def test_loops_do_not_accumulate_reserved_pages():
     """The additional pages of a request do not grow with the number of its loops."""
     options = {"pages": 120, "page_size": 4, "max_length": 400, "prefix_cache_bytes": 0}
     with settled(loop_engine(max_batch_size=2, **options)) as engine:
-        start_loop(engine, replace(LONG, max_tokens=350))
+        start_loop(engine, replace(LONG, max_tokens=200))
         [state] = engine._scheduler.slots.running.values()
         loops = engine.stats.loops
         excess = []
@@ -389,13 +413,14 @@ def test_loops_do_not_accumulate_reserved_pages():
         assert max(excess) <= 4 * (LOOP_PAGES_AHEAD + 1) + 3 * 4 + 4
 
 
-def test_loop_is_replaced_when_a_smaller_graph_suffices():
+def test_loop_is_replaced_when_a_smaller_graph_suffices(undrafted_engine, monkeypatch):
     """A request that outlives the others of its loop continues in a graph for one request."""
-    requests = [LONG, *(replace(FREE, tokens=[310 + i], max_tokens=9) for i in range(3))]
+    long = replace(LONG, max_tokens=6 * LOOP_ENTRIES)
+    requests = [long, *(replace(FREE, tokens=[310 + i], max_tokens=9) for i in range(3))]
     graphs = []
-    with settled(loop_engine(speculation=False, max_batch_size=4)) as engine:
-        engine._replays.on_row = lambda *_: graphs.append(engine._replays.unread[0].graph)
-        outputs = engine.generate(requests)
+    replays = undrafted_engine._replays
+    monkeypatch.setattr(replays, "on_row", lambda *_: graphs.append(replays.unread[0].graph))
+    outputs = undrafted_engine.generate(requests)
     # The device may run replays of the larger loop before the host has read that the others ended.
     small = [graph for graph in graphs if (graph.batch, graph.kind) == (1, "loop")]
     length = len(outputs[0].tokens)
@@ -422,12 +447,12 @@ def test_loop_is_not_replaced_because_the_round_before_it_had_more_rows():
         drain(engine)
 
 
-def test_loop_counts_no_stale_rows_for_requests_that_ended():
+def test_loop_counts_no_stale_rows_for_requests_that_ended(undrafted_engine):
     """The device does not run the row of a request that has ended in a loop."""
     requests = [replace(LONG, max_tokens=count, tokens=[300 + count]) for count in (5, 6, 60)]
-    with settled(loop_engine(speculation=False, max_batch_size=4)) as engine:
-        outputs = engine.generate(requests)
-        assert engine.stats.stale_rows == engine.stats.surplus_tokens == 0
+    undrafted_engine.reset_stats()
+    outputs = undrafted_engine.generate(requests)
+    assert undrafted_engine.stats.stale_rows == undrafted_engine.stats.surplus_tokens == 0
     assert [len(output.tokens) for output in outputs] == [5, 6, 60]
 
 
@@ -450,7 +475,7 @@ def test_loops_keep_prefix_cache_hits():
 
 def test_loop_evicts_few_pages_of_prefix_cache():
     """Unused pages of the prefix cache do not end loops."""
-    requests = [replace(LONG, tokens=range(40 * i, 40 * i + 40), max_tokens=60) for i in range(12)]
+    requests = [replace(LONG, tokens=range(40 * i, 40 * i + 40), max_tokens=60) for i in range(6)]
     with settled(loop_engine(max_batch_size=1, max_length=128)) as engine:
         for request in requests:
             engine.generate([request])
@@ -458,20 +483,19 @@ def test_loop_evicts_few_pages_of_prefix_cache():
         assert engine.stats.loops == len(requests)
 
 
-def test_loop_engine_generate_raises_keyboard_interrupt(long_answer):
+def test_loop_engine_generate_raises_keyboard_interrupt(shared_engine, medium_answer, monkeypatch):
     """Ctrl-C during a loop cancels the requests, and the engine still works."""
-    with settled(loop_engine()) as engine:
-        count = itertools.count()
+    count = itertools.count()
 
-        def interrupt(*_):
-            if next(count) == 20:
-                signal.raise_signal(signal.SIGINT)
+    def interrupt(*_):
+        if next(count) == 20:
+            signal.raise_signal(signal.SIGINT)
 
-        engine._replays.on_row = interrupt
-        with pytest.raises(KeyboardInterrupt):
-            engine.generate([LONG, replace(LONG, seed=2)])
-        assert not engine.busy
-        assert answer(engine.generate([LONG])[0]) == long_answer
+    monkeypatch.setattr(shared_engine._replays, "on_row", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        shared_engine.generate([MEDIUM, replace(MEDIUM, seed=2)])
+    assert not shared_engine.busy
+    assert answer(shared_engine.generate([MEDIUM])[0]) == medium_answer
 
 
 def test_close_ends_running_loop(long_ring):
@@ -483,22 +507,22 @@ def test_close_ends_running_loop(long_ring):
     assert stamps.max() < last + 200  # of about 1000
 
 
-def test_loop_engine_cancel_from_thread(long_answer):
+def test_loop_engine_cancel_from_thread(shared_engine, medium_answer, monkeypatch):
     """A request can be cancelled by another thread while a call reads the results of a loop."""
-    with settled(loop_engine()) as engine:
-        ids = [engine.submit(replace(LONG, seed=2)), engine.submit(LONG)]
-        count = itertools.count()
+    engine = shared_engine
+    ids = [engine.submit(replace(MEDIUM, seed=2)), engine.submit(MEDIUM)]
+    count = itertools.count()
 
-        def cancel(*_):
-            if next(count) == 20:
-                thread = threading.Thread(target=engine.cancel, args=[ids[0]])
-                thread.start()
-                thread.join()
+    def cancel(*_):
+        if next(count) == 20:
+            thread = threading.Thread(target=engine.cancel, args=[ids[0]])
+            thread.start()
+            thread.join()
 
-        engine._replays.on_row = cancel
-        found = drain(engine)
-        assert found[ids[0]].reason == "cancelled"
-        assert answer(found[ids[1]]) == long_answer
+    monkeypatch.setattr(engine._replays, "on_row", cancel)
+    found = drain(engine)
+    assert found[ids[0]].reason == "cancelled"
+    assert answer(found[ids[1]]) == medium_answer
 
 
 @pytest.mark.parametrize(

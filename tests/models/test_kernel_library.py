@@ -427,6 +427,7 @@ def test_folded_norm_requires_tensor_cores(kernels, lane, device):
         kernels.products.linear(lane, out, device.zeros((128, 16), "float32"), norm.out, norm=norm)
 
 
+@pytest.mark.full("warp")
 def test_linear_uses_exact_value_of_every_16_bit_weight(kernels, lane):
     """Every finite float16 and bfloat16 weight is multiplied exactly.
 

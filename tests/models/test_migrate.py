@@ -1,6 +1,7 @@
 """KV transfer: migrating requests between engines (disaggregated prefill)."""
 
 import copy
+import itertools
 import multiprocessing
 import signal
 from collections import defaultdict
@@ -80,23 +81,23 @@ def test_migration_does_not_change_outputs(options):
     probabilities in various combinations.
     """
     requests = []
-    for mode, changes in MODES.items():
-        for request in REQUESTS:
-            requests.append(replace(request, id=f"{request.id} {mode}", **changes))
+    for request, changes in zip(REQUESTS, itertools.cycle(MODES.values()), strict=False):
+        requests.append(replace(request, **changes))
     options = {"max_batch_size": 4, "page_size": 4, **options}
     with settled(demo_engine(**options)) as first, settled(demo_engine(**options)) as second:
         outputs, num_pages = generate_with_migration(first, second, requests)
         expected = first.generate(requests)
     assert answers(outputs) == answers(expected)
     num_cached = sum(output.cached_tokens for output in outputs)
-    assert num_pages > 20
+    assert num_pages > 10
     assert num_cached >= 4 * num_pages
 
 
 @pytest.fixture(scope="module")
 def pair():
     """Two engines with the same model and options, and no drafter."""
-    with demo_engine(speculation=False) as first, demo_engine(speculation=False) as second:
+    options = {"speculation": False, "max_batch_size": 1}
+    with demo_engine(**options) as first, demo_engine(**options) as second:
         yield first, second
 
 
@@ -167,7 +168,7 @@ def test_migration_rejects_different_engines(pair):
             "prefix_cache_bytes": 0,
         },
     }.items():
-        with demo_engine(**options) as other:
+        with demo_engine(max_batch_size=1, **options) as other:
             with pytest.raises(MigrationError, match=message):
                 other.migrate_in(migrated)
             assert not other.busy and other.counters()["prefixes"]["pages"] == 0

@@ -175,7 +175,7 @@ def test_prefix_cache_does_not_change_outputs_or_drafts(options):
 
     Equal numbers of accepted drafts show that the cached KV entries of the drafter are correct.
     """
-    greedy = mixed_requests(5, seed=3)
+    greedy = mixed_requests(3, seed=3)
     sampled = {"seed": 5, "temperature": 0.8, "verify": "coupled"}
     coupled = [Request(prompt=r.prompt, max_tokens=30, **sampled) for r in greedy]
     requests = [*greedy, *coupled, *greedy]
@@ -194,7 +194,7 @@ def test_prefix_cache_does_not_change_outputs_or_drafts(options):
             assert sum(cached[-1]) == counters["prefixes"]["hit_tokens"]
             assert bool(counters["prefixes"]["pages"]) == (cache_bytes is None)
     assert results[0] == results[1] and not any(cached[0])
-    for num_cached, output in zip(cached[1][10:], outputs[10:], strict=True):
+    for num_cached, output in zip(cached[1][6:], outputs[6:], strict=True):
         assert 8 <= num_cached < output.prompt_tokens
 
 
@@ -216,7 +216,7 @@ def test_prefix_cache_excludes_pages_the_drafter_has_not_processed(ending):
     for cache_bytes in (0, None):
         with demo_engine(max_batch_size=1, page_size=1, prefix_cache_bytes=cache_bytes) as engine:
             results.append([])
-            for seed in range(3):
+            for seed in range(2):
                 tokens = [300 + seed, *range(260, 275)]
                 for _ in range(3):
                     output = engine.generate([Request(tokens=tokens, **ending)])[0]

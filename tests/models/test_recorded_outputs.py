@@ -18,10 +18,11 @@ import pytest
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-from engine_cases import CONFIGURATIONS, settled, workload
+from engine_cases import CONFIGURATIONS, settled, workload, workload_in_turn
 from engine_util import demo_engine
 
-from graft.models.request import Logprob
+from graft.models.engine.engine import Engine
+from graft.models.request import Logprob, Request
 
 RECORD = Path(__file__).parents[1] / "fixtures" / "recorded_outputs.json"
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
@@ -48,10 +49,9 @@ def record_key(sampling: str, index: int) -> str | None:
     return f"{sampling} {index}"
 
 
-def generate(sampling: str, index: int) -> list[dict[str, Any]]:
-    """Return the outputs of the workload as JSON values."""
-    with settled(demo_engine(**CONFIGURATIONS[index])) as engine:
-        outputs = engine.generate(workload(**SAMPLING[sampling]))
+def generate(engine: Engine, requests: list[Request]) -> list[dict[str, Any]]:
+    """Return the outputs of requests as JSON values."""
+    outputs = engine.generate(requests)
     found = []
     for output in outputs:
         fields = {"reason": output.reason, "tokens": output.tokens, "text": output.text}
@@ -73,20 +73,33 @@ def record() -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(
-    "index",
-    [pytest.param(i, marks=pytest.mark.full if i % 6 else ()) for i in range(len(CONFIGURATIONS))],
+    "index, num_turns",
+    [
+        *((i, 1) for i in range(0, len(CONFIGURATIONS), 6)),
+        *(
+            pytest.param(i, len(SAMPLING), marks=pytest.mark.full)
+            for i in range(len(CONFIGURATIONS))
+        ),
+    ],
 )
-def test_engine_outputs_equal_recorded_ones(record, index: int) -> None:
+def test_engine_outputs_equal_recorded_ones(record, index: int, num_turns: int) -> None:
     """Reasons, tokens and text are equal, log probabilities up to rounding.
+
+    In each turn, the requests use the sampling methods one after another, and in the next turn
+    every request uses the next method.
 
     Since the outputs were recorded, graft refuses schemas with dates for XGrammar, because XGrammar
     allows dates that do not exist.
     """
-    for sampling in SAMPLING:
-        key = record_key(sampling, index)
-        if key is None:
-            continue
-        for output, expected in zip(generate(sampling, index), record[key], strict=True):
+    keys = {name: key for name in SAMPLING if (key := record_key(name, index))}
+    turns = [range(index + turn, index + turn + len(workload())) for turn in range(num_turns)]
+    modes = [SAMPLING[name] for name in keys]
+    records = [record[key] for key in keys.values()]
+    with settled(demo_engine(**CONFIGURATIONS[index])) as engine:
+        found = [generate(engine, workload_in_turn(modes, turn[0])) for turn in turns]
+    for outputs, turn in zip(found, turns, strict=True):
+        recorded = [records[mode % len(records)][i] for i, mode in enumerate(turn)]
+        for output, expected in zip(outputs, recorded, strict=True):
             logprobs = output.pop("logprobs", [])
             if output["reason"] == "refused":
                 assert CONFIGURATIONS[index]["grammar_backend"] == "xgrammar"
@@ -108,10 +121,11 @@ def main() -> None:
     """Record the outputs."""
     found: dict[str, list[dict[str, Any]]] = {}
     for index in range(len(CONFIGURATIONS)):
-        for sampling in SAMPLING:
-            key = record_key(sampling, index)
-            if key is not None and key not in found:
-                found[key] = generate(sampling, index)
+        with demo_engine(**CONFIGURATIONS[index]) as engine:
+            for sampling in SAMPLING:
+                key = record_key(sampling, index)
+                if key is not None and key not in found:
+                    found[key] = generate(engine, workload(**SAMPLING[sampling]))
     RECORD.write_text(json.dumps(found, separators=(",", ":")) + "\n")
 
 

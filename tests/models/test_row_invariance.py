@@ -177,6 +177,7 @@ def test_row_invariance_of_prefill_chunks(clean, stream, chunk):
     clean.check_cache(1, 3)
 
 
+@pytest.mark.full("thread-float32-8")
 def test_row_invariance_of_mixed_batches(clean, stream):
     """The rows of random batches equal the reference, bit for bit.
 
@@ -242,6 +243,7 @@ def random_tree(rng):
     return nodes, [paths[node] for node in nodes]
 
 
+@pytest.mark.full("thread-float32-8")
 def test_row_invariance_of_draft_trees_and_compaction(clean, stream):
     """The rows of a draft tree have the same bits as rows of chains.
 

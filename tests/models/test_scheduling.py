@@ -273,7 +273,7 @@ def test_slot_manager_predicts_which_requests_can_join(monkeypatch):
     for _ in range(40):
         tokens = [300 + rng.randrange(2)] * rng.choice([10, 30, 60])
         tokens += [310 + rng.randrange(30) for _ in range(rng.randrange(20))]
-        length = rng.choice([2, 30, 90])
+        length = rng.choice([2, 20, 60])
         requests.append(Request(tokens=tokens, min_tokens=length, max_tokens=length, seed=1))
     with settled(demo_engine(max_batch_size=4, page_size=4, pages=56, max_length=200)) as engine:
         outputs = engine.generate(requests)
@@ -384,7 +384,8 @@ def test_kv_pages_cover_all_drafts_in_flight(options, monkeypatch):
     Each page has one position, so a missing page would change the drafts. The results are compared
     with those of an engine that allocates all pages of a request when the request gets its slot.
     """
-    requests = [*mixed_requests(2, seed=5, max_tokens=50), RUNNING]
+    running = replace(RUNNING, max_tokens=50, min_tokens=50)
+    requests = [*mixed_requests(2, seed=5, max_tokens=50), running]
     results = []
 
     def whole_request(slots, state):

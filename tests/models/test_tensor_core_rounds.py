@@ -55,8 +55,8 @@ def test_tensor_core_round_has_five_launches_per_layer(engine, monkeypatch):
     monkeypatch.setattr(prefill.Prefill, "warm", lambda *_: [])
     rng = np.random.default_rng(4)
     requests = [
-        Request(tokens=rng.integers(2, 320, n).tolist(), max_tokens=5, banned_ids=[0])
-        for n in (3, 18)
+        Request(tokens=rng.integers(2, 320, n).tolist(), max_tokens=4, banned_ids=[0])
+        for n in (3, 9)
     ]
     answers = []
     for head in (True, False):
@@ -72,7 +72,7 @@ def test_tensor_core_round_has_five_launches_per_layer(engine, monkeypatch):
             ]
             assert [names.count(name) for name in LAYER] == [3 + 3] * len(LAYER)
             assert "norm" not in names and len(names) + (32 - 3) * len(LAYER) <= 215
-    assert answers[0] == answers[1] and len({*answers[0][0]}) > 3
+    assert answers[0] == answers[1] and len({*answers[0][0]}) > 2
 
 
 @pytest.mark.full

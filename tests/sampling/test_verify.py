@@ -165,7 +165,7 @@ def test_verification_matches_reference_on_random_rounds(make_round, block):
             slots=num_slots, draft_length=max_drafts, vocab=V, token_limit=39, d2t=d2t, block=block
         )
         known = np.ones(V, bool) if d2t is None else np.isin(np.arange(V), d2t)
-        for _ in range(10 if block == 1 else 3):
+        for _ in range(6 if block == 1 else 2):
             logits = rng.normal(0, 2, (num_slots, max_drafts + 1, V)).astype(np.float32)
             logits[rng.random(logits.shape) < 0.02] = -np.inf
             logits[rng.random(logits.shape[:2]) < 0.01] = np.nan
@@ -197,7 +197,7 @@ def test_rejection_sampling_matches_reference(make_round, block, pruned):
         d2t = ids = np.sort(rng.choice(V, 29, replace=False)).astype(np.int32)
     r = make_round(slots=num_slots, draft_length=max_drafts, vocab=V, d2t=d2t, block=block)
     accepted = set()
-    for _ in range(4 if block == 1 else 2):
+    for _ in range(2):
         logits = rng.normal(0, 2, (num_slots, max_drafts + 1, V)).astype(np.float32)
         slots = []
         masks = []

@@ -171,14 +171,14 @@ def output_distribution(target):
 
 
 def law_p_value(mode, told_drafter=None):
-    """Return the p-value with which 12,000 outputs follow the target's distribution."""
+    """Return the p-value with which 6,000 outputs follow the target's distribution."""
     rng = np.random.default_rng(11)
     target = make_model(1, 1.0)
     drafter = make_model(2, 1.0)
     counts = np.zeros((V,) * LENGTH)
     for wave in range(3):
-        seeds = np.arange(4000) + 10**6 * wave
-        outputs = run_batch(rng, target, drafter, mode, 4000, seeds, told_drafter)
+        seeds = np.arange(2000) + 10**6 * wave
+        outputs = run_batch(rng, target, drafter, mode, 2000, seeds, told_drafter)
         np.add.at(counts, tuple(outputs.T), 1)
     return chi_square_p(counts, output_distribution(target))
 
