@@ -15,7 +15,7 @@ from graft.sampling import arrays
 
 SIZES = {
     "hidden_size": 128,
-    "intermediate_size": 256,
+    "intermediate_size": 128,
     "num_attention_heads": 2,
     "head_dim": 64,
     "num_key_value_heads": 1,
