@@ -61,7 +61,7 @@ def coupled(start=300, **fields):
     [{"frequency_penalty": 1.5}, {"presence_penalty": 1.8}, {"repetition_penalty": 1.7}],
     ids=lambda penalty: next(iter(penalty)),
 )
-@pytest.mark.full("presence_penalty", "repetition_penalty")
+@pytest.mark.full("repetition_penalty")
 def test_penalties_count_drafts(demo, demo_plain, penalty):
     kinds = [
         kind

@@ -107,7 +107,7 @@ def run_file(folder, fault, conftest=True, limit_s=60 + AHEAD_S, test_limit_s=30
         ("time.sleep(600)", {"test_limit_s": AHEAD_S}, "timed out after 100 s"),
     ],
 )
-@pytest.mark.full("os._exit", "time.sleep")
+@pytest.mark.full("os._exit")
 def test_runner_continues_after_a_faulty_test(tmp_path, fault, limits, message):
     ends, lines, problem = run_file(tmp_path, fault, **limits)
     assert problem == ""
