@@ -490,3 +490,17 @@ def test_rewrite_ignores_keywords_as_old_drafts_do():
     )
     grammar = Grammar(newer.schema)
     assert not grammar.accepts_value({"a": 1}) and grammar.accepts_value({"a": 7, "b": 1})
+
+
+def test_options_of_large_schemas_are_proved_disjoint():
+    """Properties and items that may be absent are left out of the schema that LLGuidance checks."""
+    large = {f"p{i}": {"enum": [f"value {j}" for j in range(i, i + 40)]} for i in range(60)}
+    options = [
+        {
+            "type": "object",
+            "properties": {"n": {"type": "number", **bound}, "all": {"items": large}, **large},
+            "required": ["n"],
+        }
+        for bound in ({"maximum": 3}, {"minimum": 4})
+    ]
+    assert rewrite({"oneOf": options}).schema == {"anyOf": options}

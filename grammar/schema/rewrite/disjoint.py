@@ -10,7 +10,9 @@ import re
 from typing import Any
 
 from graft.grammar.schema.documents import (
+    DATA,
     JSON_TYPES,
+    MAPS,
     JsonTypes,
     SchemaObject,
     common_types,
@@ -61,7 +63,7 @@ class Disjointness:
             return False
         self._remaining_queries -= 1
         typed = True if types == JSON_TYPES else {"type": sorted(types)}
-        document = self._intersection([base, one, other, typed])
+        document = _without_optional(self._intersection([base, one, other, typed]))
         small = len(json.dumps(document)) <= _MAX_QUERY_CHARACTERS
         return small and not _has_inexact_numbers(document) and is_unsatisfiable(document)
 
@@ -146,6 +148,45 @@ class Disjointness:
             if self._are_apart(schema, other_schema, JSON_TYPES, depth - 1):
                 return True
         return False
+
+
+def _without_optional(document: SchemaObject) -> SchemaObject:
+    """Return a document with fewer requirements for properties and items that may be absent.
+
+    If no schema requires a property, its value may be any value; if no schema has ``minItems``, all
+    items may be. A document that no value satisfies remains so, and takes LLGuidance less time.
+    """
+    required: set[str] = set()
+    keywords: set[str] = set()
+    pending: list[Any] = [document]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, dict):
+            keywords.update(part)
+            required.update(required_of(part))
+            pending.extend(part.values())
+        elif isinstance(part, list):
+            pending.extend(part)
+    keeps_properties = "minProperties" in keywords
+    keeps_items = "minItems" in keywords
+
+    def weakened(part: Any, keyword: str = "") -> Any:
+        if isinstance(part, list):
+            return [weakened(item) for item in part]
+        if not isinstance(part, dict) or keyword in DATA:
+            return part
+        if keyword == "items" and not keeps_items:
+            return True
+        if keyword == "properties" and not keeps_properties:
+            return {
+                name: weakened(value) if name in required else True for name, value in part.items()
+            }
+        if keyword in MAPS:
+            return {name: weakened(value) for name, value in part.items()}
+        return {key: weakened(value, key) for key, value in part.items()}
+
+    found: SchemaObject = weakened(document)
+    return found
 
 
 def _references_in(schemas: Any) -> set[str]:

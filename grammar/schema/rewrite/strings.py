@@ -246,6 +246,7 @@ def _not_space(in_class: bool) -> str:
     return text if in_class else f"[{text}]"
 
 
+@functools.lru_cache(maxsize=256)
 def literals(pattern: str) -> list[str] | None:
     """Return the words that a pattern such as ``^(a|b)$`` allows; None if they cannot be listed."""
     body = pattern[1:-1]
