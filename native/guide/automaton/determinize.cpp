@@ -477,8 +477,11 @@ Machine Machine::determinize(const Nfa& nfa, int32_t max_states, Work* work) {
 
 Machine Machine::compile(const std::vector<Rule>& rules, int32_t max_states, int32_t max_unrolled) {
   Work work;
+  size_t num_states = SIZE_MAX;  // of the Nfa
   const auto compile = [&](int32_t unrolled) {
-    return determinize(Nfa(rules, kMaxNfaStates, unrolled, &work), max_states, &work);
+    const Nfa nfa(rules, kMaxNfaStates, unrolled, &work);
+    num_states = nfa.states.size();
+    return determinize(nfa, max_states, &work);
   };
   try {
     return compile(max_unrolled);
@@ -486,7 +489,9 @@ Machine Machine::compile(const std::vector<Rule>& rules, int32_t max_states, int
     return compile(INT32_MAX);
   } catch (const std::length_error&) {
     if (max_unrolled != kMaxUnrolled) throw;
-    return compile(kMinUnrolled);
+    const Nfa nfa(rules, kMaxNfaStates, kMinUnrolled, &work);
+    if (nfa.states.size() >= num_states) throw;  // no other repetitions are counted
+    return determinize(nfa, max_states, &work);
   }
 }
 

@@ -44,7 +44,7 @@ class Machine {
   static constexpr int32_t kMaxStates = INT16_MAX;
   static constexpr int32_t kMaxActions = INT16_MAX - 1;
   // Maximum number of states of the nondeterministic automaton from which a machine is built.
-  static constexpr int32_t kMaxNfaStates = 1 << 17;
+  static constexpr int32_t kMaxNfaStates = 1 << 16;
 
   // Values of Action.entry other than entries.
   static constexpr int16_t kPop = -1;

@@ -126,7 +126,7 @@ void Nfa::connect(int32_t from, int32_t to) {
 }
 
 void Nfa::add_byte_edge(int32_t from, ByteRange range, int32_t to) {
-  if (static_cast<int32_t>(byte_edges.size()) >= max_states_) {
+  if (byte_edges.size() >= 2 * at(max_states_)) {
     throw std::length_error("automaton: expression is too large");
   }
   byte_edges.push_back({range.low, range.high, to, states[at(from)].edge});
