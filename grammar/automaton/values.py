@@ -37,7 +37,7 @@ __all__ = [
     "Values",
 ]
 
-#: Maximum number of sets that reading a schema may create.
+#: Maximum number of sets that reading a schema may create, plus the number of values in enums.
 MAX_SETS = 50_000
 #: Number of matches of property names against patterns that take as long as creating a set.
 _MATCHES_PER_SET = 5
@@ -272,6 +272,7 @@ class SchemaReader:
         if key == "const":
             return self.intersect(values, _constant(argument))
         if key == "enum":
+            self._count += len(argument)
             return self.intersect(values, Union(list(map(_constant, argument))))
         if key == "anyOf":
             return self.intersect(values, _union(list(map(self.read, argument))))

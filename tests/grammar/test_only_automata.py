@@ -143,6 +143,14 @@ def test_multiples_that_compile_quickly_are_accepted(step: float):
     GrammarSpec.json_schema({"type": "number", "multipleOf": step}).check()
 
 
+def test_values_of_enums_are_bounded():
+    """An automaton of so many values would be too large."""
+    SchemaReader({}).read({"type": "string", "enum": [str(n) for n in range(5000)]})
+    many = {"type": "string", "enum": [str(n) for n in range(40_000)]}
+    with pytest.raises(NoAutomaton, match="too large"):
+        SchemaReader({}).read(many)
+
+
 def test_comparisons_of_name_patterns_are_bounded(monkeypatch):
     monkeypatch.setattr(values, "MAX_SETS", values.MAX_SETS // 10)
     patterns = {f"^{n}x": INTEGER for n in range(1000)}
