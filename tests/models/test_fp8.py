@@ -211,10 +211,11 @@ def logits(device, stream, folder, form="warp", **options):
 def test_fp8_checkpoint_layouts_equal_bfloat16_model(device, stream, tmp_path, layout):
     """A model with row scales or matrix scales gives the same bits as the equal bfloat16 model.
 
-    Scales of quantised inputs, which the checkpoint also contains, are ignored.
+    Scales of quantised inputs, which the checkpoint also contains, are ignored. The layout does not
+    depend on the form of the kernels, so only one layout runs with all forms.
     """
     write_quantised(tmp_path, layout)
-    for form in model_util.FORMS:
+    for form in model_util.FORMS if layout == "channel" else model_util.FORMS[:1]:
         got = logits(device, stream, tmp_path, form)
         wanted = logits(device, stream, tmp_path / "plain", form)
         assert model_util.same_bits(got, wanted)
