@@ -32,6 +32,8 @@ from graft.tools.bench.grammar_data import byte_vocabulary, load_tokenizer
 
 #: Maximum number of mask fills that are timed per schema.
 _MAX_TIMED_FILLS = 3000
+#: Maximum number of orders of keys that are tried before the search for one.
+_MAX_ORDERS = 100
 #: Maximum number of pieces of text that the search for an accepted order of keys tries per value.
 _MAX_PIECES = 5000
 
@@ -164,7 +166,9 @@ class Graft:
         """Return why a schema that graft accepts has no automaton."""
         try:
             spec = self._spec(schema)
-            grammar = resolve_for_automaton(spec) or resolve_for_backend(spec, "llguidance")
+            grammar = resolve_for_automaton(spec) or resolve_for_backend(
+                spec, "llguidance", unique_items=lambda schema: schema
+            )
             _native.guide.compile_automaton(lower(grammar), MAX_STATES)
         except RecursionError:
             return "nested too deeply"
@@ -322,12 +326,17 @@ class _Instances:
         """Return a text of a value that the grammar accepts, or None if no such text is found.
 
         The text that ``json.dumps`` writes is tried first, then the same with whole numbers written
-        as integers and with other orders of the keys.
+        as integers and with other orders of the keys: first with the names of one ``properties``
+        of the schema before all others.
         """
         text = _json_text(value)
         if self.accepts(text):
             return text
         plain = _with_integers(value)
+        for order in self._orders[:_MAX_ORDERS]:
+            text = _json_text(_with_first_keys(plain, order))
+            if self.accepts(text):
+                return text
         matcher = self._new_matcher()
         search = _KeyOrderSearch(self._subject, matcher, self._byte_tokens, self._orders)
         try:
@@ -335,6 +344,16 @@ class _Instances:
         except RecursionError:
             return None
         return found if found is not None and self.accepts(found) else None
+
+
+def _with_first_keys(value: Any, order: Mapping[str, int]) -> Any:
+    """Return a JSON value in whose objects the keys of `order` come first, in their order."""
+    if isinstance(value, list):
+        return [_with_first_keys(item, order) for item in value]
+    if not isinstance(value, dict):
+        return value
+    keys = sorted(value, key=lambda key: order.get(key, len(order)))
+    return {key: _with_first_keys(value[key], order) for key in keys}
 
 
 def evaluate_schema(
