@@ -17,7 +17,7 @@ from typing import Any
 
 from graft.grammar.errors import GrammarError
 from graft.grammar.processes import run_call
-from graft.grammar.resolve import check_backend, without_partial_hint
+from graft.grammar.resolve import check_backend
 from graft.grammar.schema.wellformed import check_schema
 from graft.grammar.spec import (
     WHITE_SPACE,
@@ -73,9 +73,10 @@ class StructuralTag:
     def check(self) -> None:
         """Raise `GrammarError` if the tag's schema cannot be enforced; see `GrammarSpec.check`."""
         try:
-            GrammarSpec("json_schema", self.schema).check()
+            GrammarSpec.structural_tag([self], [self.begin]).check()
         except GrammarError as error:
-            raise GrammarError(f"tag schema: {without_partial_hint(str(error))}") from error
+            reason = str(error).removeprefix(f"structural_tag: {self.begin!r}: ")
+            raise GrammarError(f"tag schema: {reason}") from error
 
 
 class GrammarSpec(Spec):

@@ -91,6 +91,9 @@ class CompiledGrammar:
         The decoder's native worker updates it; see ``OrderTiming`` in native/guide/matcher.h.
     automaton
         Native automaton that the matchers run; None if the grammar has none.
+    unique
+        Native shapes with which the matchers enforce ``uniqueItems``; None if the grammar does not
+        need them.
     """
 
     def __init__(self, backend: GrammarBackend, spec: Spec, native: Any, nbytes: int):
@@ -100,6 +103,7 @@ class CompiledGrammar:
         self.nbytes = nbytes
         self.timing = _native.guide.OrderTiming()
         self.automaton: Any = None
+        self.unique: Any = None
 
     @functools.cached_property
     def has_free_text(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,6 +55,8 @@ class ResolvedGrammar:
         LLGuidance's options, and LLGuidance accepts the text.
     rules
         Lark grammar that LLGuidance compiles instead of `content`; empty if `content` is compiled.
+    unique
+        As in `Route`.
     """
 
     spec: Spec
@@ -62,6 +65,7 @@ class ResolvedGrammar:
     partial: bool = False
     text: str = ""
     rules: str = ""
+    unique: Any = None
 
 
 def resolve_spec(spec: Spec, backend: str) -> ResolvedGrammar:
@@ -99,8 +103,12 @@ def resolve_spec(spec: Spec, backend: str) -> ResolvedGrammar:
     raise GrammarError("; ".join(dict.fromkeys(reasons)))
 
 
-def resolve_for_backend(spec: Spec, name: str) -> ResolvedGrammar:
+def resolve_for_backend(
+    spec: Spec, name: str, *, unique_items: Callable[[Any], Any] | None = None
+) -> ResolvedGrammar:
     """Return a grammar in the form that the backend with this name compiles; see `resolve_spec`.
+
+    `unique_items` is as in `route`, for LLGuidance.
 
     Raise `GrammarError` if the grammar is invalid, the backend cannot enforce it, or the backend
     cannot be used. In the last two cases, the error for a structural format is the subclass
@@ -111,9 +119,11 @@ def resolve_for_backend(spec: Spec, name: str) -> ResolvedGrammar:
     require_usable(name)
     if spec.kind == "json_schema":
         value = parse_json("JSON schema", spec.text)
-        found = _resolve_schema(value, _options_of(spec), name)
+        found = _resolve_schema(value, _options_of(spec), name, unique_items=unique_items)
         text = found.text or spec.text
-        return ResolvedGrammar(spec, name, found.schema, found.partial, text, found.rules)
+        return ResolvedGrammar(
+            spec, name, found.schema, found.partial, text, found.rules, found.unique
+        )
     if spec.kind == "structural_tag":
         return ResolvedGrammar(spec, name, _resolve_tags(spec, name))
     if spec.kind == "choice":
@@ -124,8 +134,8 @@ def resolve_for_backend(spec: Spec, name: str) -> ResolvedGrammar:
 def resolve_for_automaton(spec: Spec) -> ResolvedGrammar | None:
     """Return a JSON schema in the form that graft's automata enforce; None if there is none.
 
-    The form may have keywords that no backend enforces. Raise `GrammarError` if the specification
-    contains no JSON schema.
+    The form may have keywords that no backend enforces. The caller must enforce ``uniqueItems``.
+    Raise `GrammarError` if the specification contains no JSON schema.
     """
     value = parse_json("JSON schema", spec.text)
     try:
@@ -199,23 +209,30 @@ class _ResolvedSchema(NamedTuple):
     """A JSON schema in the form that a backend compiles.
 
     `schema` is the rewritten schema, the later `ResolvedGrammar.content`. `text` is `schema` as
-    JSON text; it is empty if the schema has not been changed. `partial` and `rules` are the fields
-    of the same name of `ResolvedGrammar`.
+    JSON text; it is empty if the schema has not been changed. `partial`, `rules` and `unique` are
+    the fields of the same name of `ResolvedGrammar`.
     """
 
     schema: Any
     partial: bool
     text: str = ""
     rules: str = ""
+    unique: Any = None
 
 
 def _resolve_schema(
-    value: Any, options: _SchemaOptions, name: str, *, raw: bool = False
+    value: Any,
+    options: _SchemaOptions,
+    name: str,
+    *,
+    raw: bool = False,
+    unique_items: Callable[[Any], Any] | None = None,
 ) -> _ResolvedSchema:
     """Convert a parsed JSON schema to the form that the backend `name` compiles.
 
     `raw` is True if the schema is part of a structural format whose ``style`` writes the strings of
-    the outermost object as plain text, not as JSON; see `unsafe_strings`. Raise `GrammarError` if
+    the outermost object as plain text, not as JSON; see `unsafe_strings`. `unique_items` is as in
+    `route`. Raise `GrammarError` if
     the backend cannot enforce the schema.
     """
     try:
@@ -230,6 +247,7 @@ def _resolve_schema(
             key_order=options.key_order,
             whitespace=options.whitespace,
             assert_formats=options.assert_formats,
+            unique_items=unique_items,
         )
     except RecursionError:
         raise GrammarError(_TOO_DEEP) from None
@@ -239,7 +257,7 @@ def _resolve_schema(
         raise GrammarError(f"JSON schema: {found.refusal()}{_PARTIAL_HINT}")
     if options.key_order == "any" and found.ordered:
         raise GrammarError(f"JSON schema: {found.ordered[0]}")
-    return _ResolvedSchema(found.schema, not found.exact, found.text, found.rules)
+    return _ResolvedSchema(found.schema, not found.exact, found.text, found.rules, found.unique)
 
 
 def strict_schema(schema: Any) -> Any:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from graft.cudagraph.errors import GraftError, OptionError
-from graft.grammar.automaton.lower import compile_automaton
-from graft.grammar.resolve import resolve_for_automaton, resolve_spec
+from graft.grammar.backends import llguidance
+from graft.grammar.resolve import resolve_spec
 from graft.models.engine.engine import Engine
 from graft.models.engine.options import DRAFT_MASKINGS, Options, meaning
 from graft.models.llm.weights import WEIGHTS
@@ -463,9 +463,8 @@ def _is_partial(row: PromptRow, backend: str) -> bool:
     resolved = resolve_spec(grammar, backend)
     if not resolved.partial or resolved.backend != "llguidance":
         return resolved.partial
-    # An automaton can enforce a schema that LLGuidance enforces only in part.
-    form = resolve_for_automaton(grammar)
-    return form is None or compile_automaton(form) is None
+    # graft can enforce a schema that LLGuidance enforces only in part.
+    return llguidance.is_partial(grammar)
 
 
 def exit_status(rows: Sequence[PromptRow], outputs: Sequence[Output]) -> int:

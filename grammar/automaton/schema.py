@@ -43,7 +43,7 @@ from graft.grammar.regular.regex import MAX_COUNT
 from graft.grammar.schema.llguidance_options import OPTIONS, PLAIN_ESCAPES, json_options
 from graft.grammar.spec import Whitespace
 
-__all__ = ["Rule", "Rules", "SchemaLowering"]
+__all__ = ["Document", "Rule", "Rules", "SchemaLowering"]
 
 #: A rule: its opening and closing byte, and the expression of the text between them. The root of a
 #: grammar has no brackets; its bytes are 0.
@@ -169,14 +169,18 @@ class SchemaLowering:
 
         Raise `NoAutomaton` if the schema is not supported.
         """
+        document = self.document(schema)
+        return document.lower(document.reader.read(schema))
+
+    def document(self, schema: Any) -> Document:
+        """Return the lowering of the values of a schema; see `lower`."""
         options = schema.get(OPTIONS) if isinstance(schema, dict) else None
         if options not in (None, PLAIN_ESCAPES):
             raise NoAutomaton("these options of LLGuidance are not supported")
-        document = _Document(self._rules, self._layout, schema)
-        return document.lower(document.reader.read(schema))
+        return Document(self._rules, self._layout, schema)
 
 
-class _Document:
+class Document:
     """Lowers the values of one schema document; see `SchemaLowering`."""
 
     def __init__(self, rules: Rules, layout: _Layout, schema: Any):
@@ -214,12 +218,16 @@ class _Document:
             return _TRUE if values.value else _FALSE
         return _NULL if values is NULL else self._any_value()
 
+    @property
+    def any_scalar(self) -> Expression:
+        """The expression of all strings, numbers and literals."""
+        return union([_NULL, _BOTH, lower_number(NumberRange()), ANY_STRING])
+
     def _any_value(self) -> Expression:
         if self._anything is None:
             array = self._rules.reserve(_ARRAY)
             thing = self._rules.reserve(_OBJECT)
-            scalars = [_NULL, _BOTH, lower_number(NumberRange()), ANY_STRING]
-            self._anything = union([*scalars, call(array), call(thing)])
+            self._anything = union([self.any_scalar, call(array), call(thing)])
             self._rules.set(array, self._members([(self._anything, 0, None)]))
             member = [ANY_STRING, self._layout.colon, self._anything]
             self._rules.set(thing, self._members([(concat(member), 0, None)]))

@@ -69,7 +69,8 @@ class Arrays:
     """Arrays whose first items are in the sets `prefix`, and whose other items are in `items`.
 
     For each set in `contained`, another item is in this set. If a set is in the list several times,
-    as many different items are.
+    as many different items are. If `unique` is True, no two items are equal; the rules of an
+    automaton do not enforce this, see `graft.grammar.automaton.unique_items`.
     """
 
     prefix: list[Values] = field(default_factory=list)
@@ -77,6 +78,7 @@ class Arrays:
     low: int = 0
     high: int | None = None
     contained: list[Values] = field(default_factory=list)
+    unique: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -136,11 +138,11 @@ _ASSERTIONS = word_set(
     """type items additionalItems prefixItems minItems maxItems properties additionalProperties
     patternProperties required minProperties maxProperties minLength maxLength pattern format
     minimum maximum exclusiveMinimum exclusiveMaximum multipleOf
-    contains minContains notPattern notMultipleOf"""
+    contains minContains uniqueItems notPattern notMultipleOf"""
 )
 #: Keywords for which no lowering is known.
 _REFUSED = word_set(
-    """oneOf not if uniqueItems maxContains propertyNames dependencies dependentRequired
+    """oneOf not if maxContains propertyNames dependencies dependentRequired
     dependentSchemas unevaluatedProperties unevaluatedItems $dynamicRef $recursiveRef"""
 )
 #: Keywords that list the properties or items to which a keyword does not apply.
@@ -324,6 +326,7 @@ class SchemaReader:
             _count(assertions, "minItems") or 0,
             _count(assertions, "maxItems"),
             self._read_contained(assertions),
+            assertions.get("uniqueItems") is True,
         )
 
     def _read_contained(self, assertions: dict[str, Any]) -> list[Values]:
@@ -431,6 +434,7 @@ class SchemaReader:
             max(one.low, other.low),
             _smaller(one.high, other.high),
             [*one.contained, *other.contained],
+            one.unique or other.unique,
         )
 
     def _intersect_objects(self, one: Objects, other: Objects, nesting: int) -> Values:

@@ -4,6 +4,7 @@ The guided decoder's native worker calls LLGuidance's C interface without holdin
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from graft.grammar.automaton.lower import compile_automaton
+from graft.grammar.automaton.unique_items import NoUniqueItems, UniqueShapes, unique_shapes
 from graft.grammar.backends.base import ending_ids, require_release
 from graft.grammar.backends.llguidance_ebnf import lark_grammar
 from graft.grammar.errors import GrammarError, clean_message
@@ -27,7 +29,7 @@ from graft.native import _native
 from graft.native.children.process import Call
 from graft.native.errors import OptionError
 
-__all__ = ["LLGuidanceBackend", "Prepared", "check_syntax", "load_native", "prepare"]
+__all__ = ["LLGuidanceBackend", "Prepared", "check_syntax", "is_partial", "load_native", "prepare"]
 
 # Memory of a compiled grammar, in bytes. LLGuidance does not report it. The value was measured as
 # the growth of the process per JSON schema, after a request had used the schema.
@@ -57,11 +59,14 @@ class Prepared(NamedTuple):
         ``<[7]>``.
     automaton
         Serialized automaton that allows the same texts; None if the grammar has none.
+    unique
+        Shapes with which matchers enforce ``uniqueItems``; None if the grammar does not need them.
     """
 
     text: str
     references: tuple[str, ...]
     automaton: bytes | None
+    unique: UniqueShapes | None = None
 
 
 def prepare(spec: Spec, special: Mapping[str, int], automata: bool) -> Prepared:
@@ -77,12 +82,15 @@ def prepare(spec: Spec, special: Mapping[str, int], automata: bool) -> Prepared:
     grammar, or if LLGuidance warns that it cannot enforce a part of the grammar and the
     specification is not `partial`.
     """
+    unique_items = functools.partial(unique_shapes, any_order=spec.key_order == "any")
     form = resolve_for_automaton(spec) if automata and spec.kind == "json_schema" else None
     if form is not None:
-        automaton = compile_automaton(form)
-        if automaton is not None:
-            return Prepared("", (), automaton)
-    grammar = resolve_for_backend(spec, "llguidance")
+        with contextlib.suppress(NoUniqueItems):
+            unique = unique_items(form.content)
+            automaton = compile_automaton(form)
+            if automaton is not None:
+                return Prepared("", (), automaton, unique)
+    grammar = resolve_for_backend(spec, "llguidance", unique_items=unique_items)
     if spec.kind == "json_schema" and not grammar.rules:
         # Give LLGuidance the schema itself. If the schema were part of a Lark grammar, as below,
         # parsing the Lark grammar would take about 1 ms.
@@ -95,9 +103,22 @@ def prepare(spec: Spec, special: Mapping[str, int], automata: bool) -> Prepared:
         _check_text(spec, text)
     references = tuple({name for name in _LARK_TOKEN.findall(rules) if name})
     has_been_tried = form is not None and with_one_spelling(form.content).schema == grammar.content
-    if not automata or has_been_tried:
-        return Prepared(text, references, None)
-    return Prepared(text, references, compile_automaton(grammar, special))
+    automaton = None
+    if automata and not has_been_tried:
+        automaton = compile_automaton(grammar, special)
+    return Prepared(text, references, automaton, grammar.unique)
+
+
+def is_partial(spec: Spec) -> bool:
+    """Return whether the grammar that `prepare` returns enforces only a part of a JSON schema."""
+    unique_items = functools.partial(unique_shapes, any_order=spec.key_order == "any")
+    form = resolve_for_automaton(spec)
+    if form is not None:
+        with contextlib.suppress(NoUniqueItems):
+            unique_items(form.content)
+            if compile_automaton(form) is not None:
+                return False
+    return resolve_for_backend(spec, "llguidance", unique_items=unique_items).partial
 
 
 @functools.cache
@@ -323,6 +344,11 @@ class LLGuidanceBackend:
         lengths = [len(token) for token in tokens]
         return _native.guide.TokenTrie(lengths, b"".join(tokens), self.vocabulary.size)
 
+    @functools.cached_property
+    def _token_kinds(self) -> Any:
+        """Sets of tokens with which mask rows are checked for repeated items."""
+        return _native.guide.TokenKinds(self._trie)
+
     def compile(self, spec: Spec) -> CompiledGrammar:
         """Compile a grammar on the calling thread.
 
@@ -371,7 +397,7 @@ class LLGuidanceBackend:
             )
             compiled = CompiledGrammar(self, spec, None, len(result.text) + automaton.nbytes)
             compiled.automaton = automaton
-            return compiled
+            return self._with_unique_items(compiled, result.unique)
         try:
             tokenizer = self._tokenizer(self._named_tokens(result.references))
             native = _native.guide.LLGuidanceGrammar(tokenizer, result.text)
@@ -380,7 +406,17 @@ class LLGuidanceBackend:
             if "removal index" in message:  # an unknown special token causes this panic
                 message = "names a special token that the vocabulary does not have"
             raise GrammarError(f"{spec.kind}: {message}") from None
-        return CompiledGrammar(self, spec, native, _MATCHER_BYTES + len(result.text))
+        compiled = CompiledGrammar(self, spec, native, _MATCHER_BYTES + len(result.text))
+        return self._with_unique_items(compiled, result.unique)
+
+    def _with_unique_items(
+        self, compiled: CompiledGrammar, shapes: UniqueShapes | None
+    ) -> CompiledGrammar:
+        """Add the shapes with which the grammar's matchers enforce ``uniqueItems``."""
+        if shapes is not None:
+            compiled.unique = _native.guide.Shapes(*shapes)
+            compiled.nbytes += compiled.unique.nbytes
+        return compiled
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """Return a new matcher at the start of a grammar.
@@ -395,4 +431,6 @@ class LLGuidanceBackend:
             handle = _native.guide.AutomatonMatcher(automaton, ending)
         else:
             handle = _native.guide.LLGuidanceMatcher(compiled.native, ending)
+        if compiled.unique is not None:
+            handle = _native.guide.UniqueMatcher(handle, compiled.unique, self._token_kinds)
         return NativeBackedMatcher(compiled, ending, handle)

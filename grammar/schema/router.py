@@ -11,7 +11,7 @@ import copy
 import itertools
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from graft.grammar.schema.llguidance_check import (
     text_error,
 )
 from graft.grammar.schema.name_spelling import CONTROL, NO_CONTROL, OneSpelling, with_one_spelling
-from graft.grammar.schema.reasons import Reason
+from graft.grammar.schema.reasons import NoExactForm, Reason
 from graft.grammar.schema.references import nesting_of
 from graft.grammar.schema.refused_keywords import find_causes
 from graft.grammar.schema.rewrite import Rewritten, rewrite
@@ -85,6 +85,9 @@ class Route:
         Values that can be produced, but not in every JSON spelling, such as ``2`` but not ``2.0``.
         Restrictions that apply everywhere are not listed: the layout of white space, and strings
         with as few escape sequences as possible.
+    unique
+        Result of `unique_items` for the keywords ``uniqueItems``, which `schema` does not contain;
+        None if there are none.
     """
 
     backend: str | None
@@ -96,6 +99,7 @@ class Route:
     narrowed: tuple[Reason, ...] = ()
     ordered: tuple[Reason, ...] = ()
     spelling: tuple[Reason, ...] = ()
+    unique: Any = None
 
     def refusal(self) -> str:
         """Return the reasons as one sentence."""
@@ -117,6 +121,7 @@ def route(
     key_order: KeyOrder = "schema",
     whitespace: Whitespace = "line",
     assert_formats: bool | None = None,
+    unique_items: Callable[[Any], Any] | None = None,
 ) -> Route:
     """Return the form of a schema that LLGuidance enforces exactly, or else the closest form.
 
@@ -128,6 +133,10 @@ def route(
         JSON schema draft that applies if the schema declares none: 3, 4, 6, 7, 2019 or 2020.
     key_order, whitespace, assert_formats
         As in `Spec`.
+    unique_items
+        Function for callers that enforce ``uniqueItems`` where no equivalent schema is known. It is
+        called with the schema to compile, in which the keyword is kept, and returns
+        `Route.unique`. It raises `NoExactForm` if the caller cannot enforce the keyword.
 
     Raises
     ------
@@ -138,11 +147,25 @@ def route(
     check_options(key_order, whitespace, assert_formats)
     given_parts = check_schema(schema)
     spelling = tuple(itertools.islice(_restricted_spellings(given_parts), _MAX_REASONS))
+    if not any("uniqueItems" in part for _, part in given_parts):
+        unique_items = None
+    unique = refused = kept = None
     if key_order == "any":
-        form = _any_order_form(schema, draft, whitespace, assert_formats)
+        form = _any_order_form(schema, draft, whitespace, assert_formats, unique_items is not None)
+        try:
+            if form is not None and form.unique is not None and unique_items is not None:
+                unique = unique_items(form.unique)
+        except NoExactForm as error:
+            form, unique_items, refused = None, None, error
         if form is not None:
             return Route(
-                "llguidance", form.schema, True, "", form.rules, (), form.narrowed, (), spelling
+                backend="llguidance",
+                schema=form.schema,
+                exact=True,
+                rules=form.rules,
+                narrowed=form.narrowed,
+                spelling=spelling,
+                unique=unique,
             )
     nesting = nesting_of(schema) if len(given_parts) > _MAX_NESTING else 0
     if nesting > _MAX_NESTING:
@@ -150,7 +173,22 @@ def route(
             f"JSON schema: subschemas are nested {nesting:,} levels deep, including references; at "
             f"most {_MAX_NESTING:,} levels are supported"
         )
-    rewritten, reasons, checked = _closest_form(schema, draft, whitespace, assert_formats)
+    if unique_items is not None:
+        # The schema with the keywords is checked first, because the search for the causes of a
+        # refusal is slow.
+        kept = rewrite(schema, draft=draft, assert_formats=assert_formats, unique_items=True).unique
+    if unique_items is not None and kept is not None:
+        try:
+            unique = unique_items(with_one_spelling(kept).schema)
+        except NoExactForm as error:
+            refused, kept = error, None
+    rewritten, reasons, checked = _closest_form(
+        schema, draft, whitespace, assert_formats, kept is not None
+    )
+    if unique_items is not None and kept is not None and rewritten.unique != kept:
+        unique = unique_items(with_one_spelling(rewritten.unique).schema)
+    if refused is not None:
+        reasons = _with_why(reasons, refused)
     closest = rewritten.schema
     accepted = bool(checked.text)
     spelled = checked.spelled
@@ -174,7 +212,14 @@ def route(
         narrowed=rewritten.narrowed + excluded + ordered,
         ordered=ordered,
         spelling=spelling,
+        unique=unique,
     )
+
+
+def _with_why(reasons: list[Reason], error: NoExactForm) -> list[Reason]:
+    """Return reasons with the explanation of `error` for its keyword."""
+    why = f"cannot be enforced: {error.why}"
+    return [r._replace(why=why) if r.keyword == error.keyword else r for r in reasons]
 
 
 class AutomatonForm(NamedTuple):
@@ -183,7 +228,8 @@ class AutomatonForm(NamedTuple):
     Attributes
     ----------
     schema
-        Schema with the same meaning. It may have keywords that LLGuidance does not support.
+        Schema with the same meaning. It may have keywords that LLGuidance does not support, and
+        ``uniqueItems``, which the automaton's rules do not enforce.
     narrowed
         Valid values that the schema excludes.
     """
@@ -210,24 +256,31 @@ def automaton_form(
         The argument is not a schema.
     """
     check_schema(schema)
-    form = rewrite(schema, draft=draft, assert_formats=assert_formats, for_automaton=True)
-    if form.lost or not isinstance(form.schema, dict):
+    form = rewrite(
+        schema, draft=draft, assert_formats=assert_formats, for_automaton=True, unique_items=True
+    )
+    new = form.schema if form.unique is None else form.unique
+    if form.lost or not isinstance(new, dict):
         return None
-    if key_order == "any" and any(has_orders(part) for _, part in subschemas(form.schema)):
+    if key_order == "any" and any(has_orders(part) for _, part in subschemas(new)):
         return None
-    return AutomatonForm(form.schema, form.narrowed)
+    return AutomatonForm(new, form.narrowed)
 
 
 class _AnyOrderForm(NamedTuple):
-    """Result of `_any_order_form`: the fields of `Route` with the same names."""
+    """Result of `_any_order_form`: the fields of `Route` with the same names.
+
+    `unique` is the schema in which keywords ``uniqueItems`` are kept; None if there are none.
+    """
 
     schema: Any
     rules: str
     narrowed: tuple[Reason, ...]
+    unique: Any
 
 
 def _any_order_form(
-    schema: Any, draft: int, whitespace: Whitespace, assert_formats: bool | None
+    schema: Any, draft: int, whitespace: Whitespace, assert_formats: bool | None, keep_unique: bool
 ) -> _AnyOrderForm | None:
     """Return a Lark grammar of a schema with all objects' keys in any order, if one is known.
 
@@ -237,7 +290,12 @@ def _any_order_form(
     impossible: frozenset[str] = frozenset()
     while True:
         form = rewrite(
-            schema, draft=draft, assert_formats=assert_formats, impossible=impossible, for_lark=True
+            schema,
+            draft=draft,
+            assert_formats=assert_formats,
+            impossible=impossible,
+            for_lark=True,
+            unique_items=keep_unique,
         )
         if form.lost or not isinstance(form.schema, dict):
             return None
@@ -249,7 +307,7 @@ def _any_order_form(
     rules, ordered, excluded = any_order_grammar(form.schema, whitespace)
     if not rules or ordered:
         return None
-    return _AnyOrderForm(form.schema, rules, form.narrowed + excluded)
+    return _AnyOrderForm(form.schema, rules, form.narrowed + excluded, form.unique)
 
 
 class _Checked(NamedTuple):
@@ -275,7 +333,7 @@ class _Checked(NamedTuple):
 
 
 def _closest_form(
-    schema: Any, draft: int, whitespace: Whitespace, assert_formats: bool | None
+    schema: Any, draft: int, whitespace: Whitespace, assert_formats: bool | None, keep_unique: bool
 ) -> tuple[Rewritten, list[Reason], _Checked]:
     """Rewrite a schema, and remove the keywords that LLGuidance refuses.
 
@@ -291,7 +349,13 @@ def _closest_form(
     impossible: frozenset[str] = frozenset()
 
     def rewritten_form(document: Any) -> Rewritten:
-        return rewrite(document, draft=draft, assert_formats=assert_formats, impossible=impossible)
+        return rewrite(
+            document,
+            draft=draft,
+            assert_formats=assert_formats,
+            impossible=impossible,
+            unique_items=keep_unique,
+        )
 
     deadline = time.thread_time() + _SEARCH_SECONDS
     while True:

@@ -150,6 +150,7 @@ void bind_llguidance(nb::module_& guide);
 void bind_marked(nb::module_& guide);
 void bind_python_matcher(nb::module_& guide);
 void bind_automaton(nb::module_& guide);
+void bind_unique(nb::module_& guide);
 
 }  // namespace graft::guide
 
@@ -164,6 +165,7 @@ void bind_guide(nb::module_& module) {
   bind_marked(guide);
   bind_python_matcher(guide);
   bind_automaton(guide);
+  bind_unique(guide);
   guide.attr("STEP") = reinterpret_cast<uintptr_t>(&graft_guide_step);
 
   nb::class_<Worker>(guide, "Worker")

@@ -18,7 +18,7 @@ INVALID = {
     "regex with look-ahead": GrammarSpec.regex("a(?=b)"),
     "ebnf": GrammarSpec.ebnf("root ::= x"),
     "lark": GrammarSpec.lark("start: x"),
-    "schema": GrammarSpec.json_schema({"type": "array", "uniqueItems": True}),
+    "schema": GrammarSpec.json_schema({"type": "string", "not": {"format": "email"}}),
     "pattern in a schema": GrammarSpec.json_schema(BAD_PATTERN, backend="auto"),
     "structural tag": GrammarSpec.structural_tag(
         [StructuralTag.of("<f>", BAD_PATTERN, "</f>")], ["<f"]

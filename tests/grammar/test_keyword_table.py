@@ -12,6 +12,7 @@ import pytest
 
 from graft.grammar import GrammarSpec
 from graft.grammar.automaton.lower import compile_automaton
+from graft.grammar.automaton.unique_items import unique_shapes
 from graft.grammar.resolve import ResolvedGrammar
 from graft.grammar.schema.keyword_support import KEYWORDS
 from graft.grammar.schema.name_spelling import with_one_spelling
@@ -111,6 +112,11 @@ EXAMPLES: list[tuple[Any, ...]] = [
         {"type": "array", "items": TEXTS, "uniqueItems": True},
     ),
     ("uniqueItems", "any values", {"type": "array", "items": STRING, "uniqueItems": True}),
+    (
+        "uniqueItems",
+        "only in some of the options for an array, or next to contains",
+        {"anyOf": [{"type": "array", "items": STRING, "uniqueItems": True}, {"items": INTEGER}]},
+    ),
     (
         "contains",
         "up to 64 combinations of positions",
@@ -271,6 +277,8 @@ column `auto` shows how graft treats the example with `backend="auto"` if LLGuid
   is refused in structural formats, and if the automaton would be too large. With
   `key_order="any"`, only `contains` without a number of items and the exclusion of integers are
   enforced, unless all objects have one order of keys.
+* *compared*: A matcher keeps the items of an array and compares them. The schema is refused in
+  structural formats.
 * *refused*: `GrammarSpec.check()` raises an error that names the JSON pointer and the keyword,
   and the engine ends a request with the same error.
 * *annotation*: The JSON Schema standard does not require the keyword to be enforced. It has no
@@ -311,6 +319,10 @@ def has_automaton(schema: Any, draft: int) -> bool:
     return compile_automaton(ResolvedGrammar(spec, "llguidance", form.schema)) is not None
 
 
+def shapes_of(schema: Any) -> Any:
+    return unique_shapes(schema, any_order=False)
+
+
 def table() -> str:
     """Return the table of all examples."""
     lines = ["| keyword | with | auto | why refused | XGrammar | LLGuidance |", "|---" * 6 + "|"]
@@ -318,11 +330,14 @@ def table() -> str:
         [draft] = drafts or [2020]
         found = route(schema, draft=draft)
         why = ""
-        if not found.exact and has_automaton(schema, draft):
+        compared = route(schema, draft=draft, unique_items=shapes_of)
+        if compared.exact and not found.exact:
+            outcome = "compared"
+        elif not found.exact and keyword != "uniqueItems" and has_automaton(schema, draft):
             outcome = "automaton"
         elif not found.exact:
             outcome = "refused"
-            why = REASONS.get((keyword, description), found.reasons[0].why)
+            why = REASONS.get((keyword, description), compared.reasons[0].why)
             why = " ".join(why.replace("|", "\\|").split())
         elif set(found.narrowed) - set(found.ordered):
             outcome = "narrowed"

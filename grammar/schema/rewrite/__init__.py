@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from graft.grammar.schema.documents import dialect
+from graft.grammar.schema.documents import copy_json, dialect, subschemas
 from graft.grammar.schema.reasons import Reason
 from graft.grammar.schema.rewrite.normalize import normalize
 from graft.grammar.schema.rewrite.rewriter import Rewriter
@@ -42,12 +42,16 @@ class Rewritten(NamedTuple):
     origins
         Rewriting adds definitions that are copies of subschemas. This dict maps the JSON pointer of
         each added definition to the pointer of the original subschema.
+    unique
+        The new schema with those keywords ``uniqueItems`` that have no equivalent form; None if
+        there are none.
     """
 
     schema: Any
     lost: tuple[Reason, ...] = ()
     narrowed: tuple[Reason, ...] = ()
     origins: Mapping[str, str] = MappingProxyType({})
+    unique: Any = None
 
 
 def rewrite(
@@ -58,6 +62,7 @@ def rewrite(
     impossible: frozenset[str] = frozenset(),
     for_automaton: bool = False,
     for_lark: bool = False,
+    unique_items: bool = False,
 ) -> Rewritten:
     """Rewrite a schema into an equivalent schema that LLGuidance can enforce.
 
@@ -76,6 +81,9 @@ def rewrite(
     for_lark
         Whether the new schema may have those of these keywords that `any_order_grammar` supports:
         ``contains`` and ``notMultipleOf``.
+    unique_items
+        Whether the caller enforces the keywords ``uniqueItems`` of `Rewritten.unique`. If False, a
+        keyword without an equivalent form is lost.
     """
     if not isinstance(schema, dict):
         return Rewritten(schema)
@@ -85,8 +93,14 @@ def rewrite(
     schema = normalize(schema, draft, impossible)
     if not isinstance(schema, dict):
         return Rewritten(schema)
-    rewriter = Rewriter(schema, draft, assert_formats, RULES, for_automaton, for_lark)
+    rewriter = Rewriter(schema, draft, assert_formats, RULES, for_automaton, for_lark, unique_items)
     new_schema = rewriter.rewrite_document(schema)
     lost = tuple(dict.fromkeys(rewriter.lost))
     narrowed = tuple(dict.fromkeys(rewriter.narrowed))
-    return Rewritten(new_schema, lost, narrowed, rewriter.origins())
+    unique = None
+    if rewriter.has_unique_items:
+        unique = new_schema
+        new_schema = copy_json(new_schema)
+        for _, part in subschemas(new_schema):
+            part.pop("uniqueItems", None)
+    return Rewritten(new_schema, lost, narrowed, rewriter.origins(), unique)

@@ -110,12 +110,16 @@ class Rewriter:
         rewritten.
     for_automaton, for_lark
         As in `rewrite`.
+    keep_unique_items
+        Whether keywords ``uniqueItems`` without an equivalent form are kept.
 
     Attributes
     ----------
     lost, narrowed
         Parts without an exact form, and parts whose new form excludes valid values; see
         `Rewritten`. Both lists may have duplicates.
+    has_unique_items
+        Whether a keyword ``uniqueItems`` was kept.
     references, negation, disjoint
         References, complements and disjointness proofs of the document. The rules use them.
     """
@@ -128,12 +132,15 @@ class Rewriter:
         rules: Mapping[str, Rule],
         for_automaton: bool = False,
         for_lark: bool = False,
+        keep_unique_items: bool = False,
     ):
         self.lost: list[Reason] = []
         self.narrowed: list[Reason] = []
         self.draft = draft
         self.assert_formats = assert_formats
         self.keeps_contains = for_automaton or for_lark
+        self.keep_unique_items = keep_unique_items
+        self.has_unique_items = False
         self._rules = rules
         self.references = References(root)
         self.negation = Negation(self.references, draft, for_automaton, for_lark)

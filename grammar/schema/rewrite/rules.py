@@ -305,7 +305,14 @@ def _unique_items(rewriter: Rewriter, value: Any, site: Site) -> None:
     values = _listed_values(rewriter, site.schema.get("items", True))
     if site.schema.get("prefixItems"):
         values = None
-    options = distinct(site.schema, values)
+    try:
+        options = distinct(site.schema, values)
+    except NoExactForm:
+        if not rewriter.keep_unique_items:
+            raise
+        rewriter.has_unique_items = True
+        site.out["uniqueItems"] = True
+        return
     if options is not None:
         options += _other_than_arrays(site)
         _require(rewriter, {"anyOf": options} if options else False, site, "uniqueItems")
