@@ -319,10 +319,12 @@ class DeviceAutomata:
     def _is_supported(self, matcher: Matcher) -> bool:
         """Return whether kernels can take over a matcher.
 
-        The matcher must run an automaton and must not have terminated, its stop ids and its stack
-        must fit into `AUTOMATON_SLOT`, and no token may push too many entries.
+        The matcher must run an automaton that names no stop id, and must not have terminated. Its
+        stop ids and its stack must fit into `AUTOMATON_SLOT`, and no token may push too many
+        entries.
         """
-        if not isinstance(matcher.native, _native.guide.AutomatonMatcher):
+        native = matcher.native
+        if not isinstance(native, _native.guide.AutomatonMatcher) or native.names_stop:
             return False
         if self._most_pushes > _MAX_PUSHES or len(matcher.stop_ids) > _MAX_STOPS:
             return False

@@ -314,6 +314,44 @@ def test_automaton_with_special_tokens_has_masks_of_llguidance(
     assert found > 20
 
 
+@pytest.mark.parametrize(
+    "name", [name for name in SPECIAL_TAGS if name not in ("structural_tag", "at once")]
+)
+@pytest.mark.parametrize("named", ["[CALL]", "<|end_call|>"])
+@pytest.mark.full("cl100k")
+def test_named_token_that_ends_request_is_legal_only_at_an_end(
+    tokenizer, vocabulary, llguidance, without_automata, name, named
+):
+    """A request's stop ids can contain a special token that the grammar names."""
+    spec = GrammarSpec.structural_format(SPECIAL_TAGS[name][0])
+    stops = [*vocabulary.stop_ids, tokenizer.token_to_id(named)]
+    compiled = llguidance.compile(spec)
+    assert compiled.automaton is not None
+    expected = without_automata.compile(spec)
+    generator = random.Random(name)
+    text_of = [*vocabulary.tokens, *[b""] * (vocabulary.size - len(vocabulary.tokens))]
+    for _ in range(8):
+        matchers = compiled.matcher(stop_ids=stops), expected.matcher(stop_ids=stops)
+        for _ in range(40):
+            legal, others = (
+                {token for token in matcher.legal().tolist() if b"\\" not in text_of[token]}
+                for matcher in matchers
+            )
+            assert legal == others
+            for matcher in matchers:
+                for stop in stops:
+                    assert matcher.accept(stop) == (stop in legal)
+                    assert matcher.is_terminated() == (stop in legal)
+                    matcher.rollback(int(stop in legal))
+            # A shorter text could contain the stop id.
+            assert (matchers[0].distance() is None) == (named in spec.text)
+            going_on = sorted(legal - set(stops))
+            if not going_on:
+                break
+            token = generator.choice(going_on)
+            assert all(matcher.accept(token) for matcher in matchers)
+
+
 @pytest.mark.parametrize("name", SPECIAL_TAGS)
 def test_special_token_is_legal_instead_of_its_name_in_tags(
     tokenizer, vocabulary, llguidance, name

@@ -23,7 +23,7 @@ from test_automata import (
     visiting_texts,
 )
 
-from graft.grammar import GrammarSpec, resolve_spec
+from graft.grammar import GrammarSpec, LLGuidanceBackend, Vocabulary, resolve_spec
 from graft.grammar.automaton import device as device_module
 from graft.grammar.automaton.device import table_data
 from graft.grammar.automaton.lower import lower
@@ -416,6 +416,16 @@ def test_automaton_table_evicts_only_tables_in_its_range(
             2, 9, compiled(small[2]).matcher()
         )  # the least recently used tables were evicted
         assert rig.automata.counters()["tables_evicted"] == 2
+
+
+def test_request_is_not_promoted_if_grammar_names_its_stop_id(device, stream):
+    tokens = [bytes([byte]) for byte in range(256)] + [b"", b""]
+    vocabulary = Vocabulary(tokens, 258, [256], {"[CALL]": 257})
+    tag = {"type": "tag", "begin": "[CALL]", "content": {"type": "any_text"}, "end": "."}
+    grammar = LLGuidanceBackend(vocabulary).compile(GrammarSpec.structural_format(tag))
+    rig = AutomatonRig(device, stream, vocabulary, 2, DraftMode(drafts=0))
+    assert rig.join(0, 1, grammar.matcher())
+    assert not rig.join(1, 1, grammar.matcher(stop_ids=[256, 257]))
 
 
 @pytest.mark.full

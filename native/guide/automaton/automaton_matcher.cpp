@@ -2,6 +2,7 @@
 #include "guide/automaton/automaton_matcher.h"
 
 #include <algorithm>
+#include <string_view>
 #include <utility>
 
 namespace graft::guide {
@@ -11,6 +12,15 @@ namespace {
 constexpr size_t kTokens = 4096;
 constexpr size_t kStackNodes = 1024;
 
+// Returns whether a state may read all bytes of a token. Special tokens contain no brackets.
+bool may_read(const Machine& machine, int32_t state, std::string_view text) {
+  for (const char c : text) {
+    state = machine.next(state, static_cast<uint8_t>(c));
+    if (state < 0) return state != Machine::kDead;
+  }
+  return true;
+}
+
 }  // namespace
 
 AutomatonMatcher::AutomatonMatcher(std::shared_ptr<const AutomatonGrammar> grammar,
@@ -18,6 +28,13 @@ AutomatonMatcher::AutomatonMatcher(std::shared_ptr<const AutomatonGrammar> gramm
     : grammar_(std::move(grammar)), stop_ids_(std::move(stop_ids)), nodes_(kStackNodes) {
   path_.reserve(kTokens);
   path_.push_back({{0, kEmptyStack}, 0});
+  const Machine& machine = grammar_->machine();
+  for (const int32_t stop : stop_ids_) {
+    const std::string_view text = text_of(stop);
+    for (int32_t i = 0; i < machine.num_states() && !text.empty() && !names_stop_; ++i) {
+      names_stop_ = may_read(machine, i, text);
+    }
+  }
 }
 
 int32_t AutomatonMatcher::count() const {
@@ -38,17 +55,28 @@ bool AutomatonMatcher::is_stop(int32_t token) const noexcept {
   return std::find(stop_ids_.begin(), stop_ids_.end(), token) != stop_ids_.end();
 }
 
+std::string_view AutomatonMatcher::text_of(int32_t token) const noexcept {
+  const TokenTrie& trie = grammar_->trie();
+  return token >= 0 && token < trie.num_tokens() ? trie.text(token) : std::string_view();
+}
+
+bool AutomatonMatcher::ends_with(int32_t token) noexcept {
+  Position position = path_.back().position;
+  const bool legal = grammar_->walker().read(text_of(token), &position, &nodes_);
+  nodes_.truncate(path_.back().stack_size);
+  return legal && grammar_->machine().accepting(position.state);
+}
+
 Outcome AutomatonMatcher::accept(int32_t token, ErrorText*) noexcept {
   if (terminated_) return Outcome::kNo;
   if (is_stop(token)) {
-    if (!grammar_->machine().accepting(state())) return Outcome::kNo;
+    if (!grammar_->machine().accepting(state()) && !ends_with(token)) return Outcome::kNo;
     terminated_ = true;
     return Outcome::kYes;
   }
-  const TokenTrie& trie = grammar_->trie();
-  if (token < 0 || token >= trie.num_tokens() || trie.text(token).empty()) return Outcome::kNo;
+  const std::string_view text = text_of(token);
   Position position = path_.back().position;
-  if (!grammar_->walker().read(trie.text(token), &position, &nodes_)) {
+  if (text.empty() || !grammar_->walker().read(text, &position, &nodes_)) {
     nodes_.truncate(path_.back().stack_size);
     return Outcome::kNo;
   }
@@ -68,13 +96,18 @@ Filled AutomatonMatcher::fill(int32_t* row, int64_t words, int32_t budget,
   const bool narrowed = grammar_->fill(position, &nodes_, limit, row);
   if (grammar_->machine().accepting(position.state) && limit >= 0) {
     for (const int32_t stop : stop_ids_) row[stop >> 5] |= static_cast<int32_t>(1u << (stop & 31));
+  } else if (names_stop_) {
+    for (const int32_t stop : stop_ids_) {
+      if (!ends_with(stop)) row[stop >> 5] &= ~static_cast<int32_t>(1u << (stop & 31));
+    }
   }
   return narrowed ? Filled::kNarrowed : Filled::kMask;
 }
 
 int32_t AutomatonMatcher::distance(ErrorText*) noexcept {
   if (stop_ids_.empty()) return kUnknownDistance;  // no number of tokens completes the text
-  if (!grammar_->distances().all_known()) return kUnknownDistance;
+  // A distance may be that of a text with a token that is illegal because it ends the request.
+  if (names_stop_ || !grammar_->distances().all_known()) return kUnknownDistance;
   if (terminated_) return 0;
   const int32_t distance = grammar_->distances().of_position(path_.back().position, nodes_);
   return distance < kFar ? distance : kUnknownDistance;

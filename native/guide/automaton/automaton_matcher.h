@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string_view>
 #include <vector>
 
 #include "guide/automaton/rows.h"
@@ -10,6 +11,9 @@
 
 namespace graft::guide {
 
+// The grammar may name a special token that is a stop id of the request. As in LLGuidance's
+// matcher, such a token is legal only where the text may end before or after it, because it ends
+// the request.
 class AutomatonMatcher final : public NativeMatcher {
  public:
   AutomatonMatcher(std::shared_ptr<const AutomatonGrammar> grammar, std::vector<int32_t> stop_ids);
@@ -29,6 +33,8 @@ class AutomatonMatcher final : public NativeMatcher {
   int32_t count() const;
   // Entries of the stack, the top last.
   std::vector<int32_t> stack() const;
+  // Whether the grammar may name a stop id.
+  bool names_stop() const { return names_stop_; }
 
  private:
   struct Accepted {
@@ -37,11 +43,16 @@ class AutomatonMatcher final : public NativeMatcher {
   };
 
   bool is_stop(int32_t token) const noexcept;
+  // Returns the bytes of a token; none if the token is not in the trie.
+  std::string_view text_of(int32_t token) const noexcept;
+  // Returns whether the text may end after a token.
+  bool ends_with(int32_t token) noexcept;
 
   std::shared_ptr<const AutomatonGrammar> grammar_;
   std::vector<int32_t> stop_ids_;
   StackNodes nodes_;
   std::vector<Accepted> path_;  // the start, then one element for each accepted token
+  bool names_stop_ = false;
   bool terminated_ = false;
 };
 

@@ -177,6 +177,7 @@ void bind_automaton(nb::module_& guide) {
                    })
       .def_prop_ro("state", &AutomatonMatcher::state)
       .def_prop_ro("count", &AutomatonMatcher::count)
+      .def_prop_ro("names_stop", &AutomatonMatcher::names_stop)
       .def_prop_ro("stack", &AutomatonMatcher::stack);
 }
 
