@@ -437,6 +437,15 @@ def test_any_order_excludes_values_that_never_end():
         GrammarSpec.json_schema(schema, key_order="any").check()
 
 
+def test_any_order_of_names_that_match_one_pattern():
+    """The pattern need not have an automaton."""
+    names = "|".join(f"name {i}{'x' * i}" for i in range(70))
+    schema = {"type": "object", "patternProperties": {names: {"type": "null"}}}
+    grammar = Grammar(spec=GrammarSpec.json_schema(schema, key_order="any"))
+    assert grammar.accepts_value({"other": 1, "name 2xx": None})
+    assert not grammar.accepts_value({"other": 1, "name 2xx": 1})
+
+
 def test_any_order_refuses_patterns_with_common_names():
     """Patterns are compared where no disjoint patterns are known for them."""
     patterns = {"^a": {"type": "integer"}, "^(?=[a-z]{50,60}$).*b": {"type": "string"}}

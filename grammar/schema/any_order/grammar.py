@@ -480,7 +480,7 @@ class _RuleBuilder:
         names = [literal(lark.key(name)) for name in shape.names]
         patterns = [lark.regex(lark.pattern_key(pattern)) for pattern in shape.patterns]
         any_key = lark.regex(lark.PLAIN_KEY if patterns else lark.ANY_KEY)
-        if have_common_string(shape.patterns):
+        if len(shape.patterns) > 1 and have_common_string(shape.patterns):
             raise NoExactForm("patternProperties", "a name may match several patterns")
         if patterns:
             why = "keys with characters that JSON escapes are not produced"
