@@ -59,7 +59,11 @@ def real_tokenizer(name: str, folder: Path) -> tokenizers.Tokenizer:
 
 @pytest.fixture(
     scope="module",
-    params=["small", "cl100k-llama3-like", pytest.param("deepseek-128k", marks=pytest.mark.full)],
+    params=[
+        "small",
+        pytest.param("cl100k-llama3-like", marks=pytest.mark.full),
+        pytest.param("deepseek-128k", marks=pytest.mark.full),
+    ],
 )
 def tokenizer(request) -> tokenizers.Tokenizer:
     """A tokenizer to which `TEXT_TOKENS` and `SPECIAL_TOKENS` have been added."""
@@ -124,7 +128,6 @@ def test_added_token_has_text_unless_special(tokenizer, vocabulary):
         assert tokenizer.decode([token]) == ""
 
 
-@pytest.mark.full("cl100k-llama3-like-xgrammar")
 def test_added_token_is_legal_where_its_text_is_legal(tokenizer, vocabulary, backend):
     """At each position of a choice, exactly the ids that continue an option are legal."""
     options = ["<think>é\n</think>", "<tool_call>   <think>", "x[CALL]<|end_call|>"]
@@ -179,7 +182,6 @@ def test_special_token_is_illegal_in_free_text(tokenizer, vocabulary, backend):
             assert matcher.accept(vocabulary.tokens.index(bytes([byte])))
 
 
-@pytest.mark.full("cl100k")
 def test_named_text_token_ends_free_text(tokenizer, vocabulary, llguidance):
     """In a grammar that names a token with text, only this id is legal where the token is named.
 
@@ -277,7 +279,6 @@ SPECIAL_TAGS = {
 
 
 @pytest.mark.parametrize("name", SPECIAL_TAGS)
-@pytest.mark.full("cl100k")
 def test_automaton_with_special_tokens_has_masks_of_llguidance(
     vocabulary, llguidance, without_automata, name
 ):
