@@ -46,9 +46,12 @@ WITHOUT_AUTOMATA = LLGuidanceBackend(VOCABULARY, automata=False)
 
 
 class Table:
-    """Transition table of a serialized automaton. A configuration is a state and a stack."""
+    """Transition table of a serialized automaton.
 
-    start = (0, ())
+    A configuration is a state, a stack and the value of the counter.
+    """
+
+    start = (0, (), 0)
 
     def __init__(self, data):
         table = _native.guide.AutomatonGrammar(data, BACKEND._trie, BACKEND._row_memory).table()
@@ -56,22 +59,28 @@ class Table:
         self.accepting = table["accepting"]
         self.next = table["next"]
         self.actions = table["actions"].tolist()
+        self.counts = table["counts"].tolist()
         pairs = table["returns"].tolist()
         begins = table["returns_begin"].tolist()
         self.returns = [dict(pairs[a:b]) for a, b in itertools.pairwise(begins)]
 
     def step(self, configuration, byte_class):
         """Return the configuration after a byte of a class; None if the byte is illegal."""
-        state, stack = configuration
+        state, stack, count = configuration
         target = int(self.next[state, byte_class])
         if target >= 0:
-            return target, stack
+            return target, stack, count
         if target == -1:
             return None
         entry, argument = self.actions[-2 - target]
-        if entry >= 0:
-            return argument, (*stack, entry)
-        return self.returns[stack[-1]][argument], stack[:-1]
+        if entry == -1:  # pop
+            return self.returns[stack[-1]][argument], stack[:-1], 0
+        if entry == -2:  # count
+            limit, below, reached = self.counts[argument]
+            return below if count + 1 < limit else reached, stack, count + 1
+        if entry == -3:  # reset
+            return argument, stack, 0
+        return argument, (*stack, entry), 0
 
     def accepts(self, text):
         configuration = self.start
