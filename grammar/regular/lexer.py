@@ -5,23 +5,13 @@ The lexer is greedy: a terminal matches as much text as possible, and the lexer 
 
 from __future__ import annotations
 
-import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from graft.grammar.regular.expression import MAX_CHARACTER
-from graft.grammar.regular.nodes import (
-    Choice,
-    Node,
-    Ranges,
-    Repeat,
-    Rule,
-    Sequence,
-    Set,
-    children,
-    normalized,
-)
+from graft.grammar.regular.nodes import Choice, Node, Ranges, Repeat, Rule, Sequence, Set, children
 
 __all__ = ["conflicts", "is_nullable"]
 
@@ -79,10 +69,6 @@ def _expanded(node: Node, rules: Mapping[str, Node], budget: list[int]) -> Node:
     if isinstance(node, Repeat):
         return replace(node, part=_expanded(node.part, rules, budget))
     return node
-
-
-def _overlap(first: Ranges, second: Ranges) -> bool:
-    return any(a <= d and c <= b for a, b in first for c, d in second)
 
 
 @dataclass
@@ -179,20 +165,27 @@ def is_nullable(node: Node, nullable: Callable[[Node], bool]) -> bool:
     return isinstance(node, Repeat) and (node.low == 0 or nullable(node.part))
 
 
+#: First bytes of characters in UTF-8.
+_Bytes = frozenset[int]
+
+
 class _Following:
-    """Computes, for each terminal, the characters with which the text after it can begin."""
+    """Computes, for each terminal, the bytes with which the text after it can begin."""
 
     def __init__(self, rules: Mapping[str, Node], machines: dict[Node, _Positions]):
         self._rules = rules
-        self._machines = machines
+        self._first_of_terminal = {
+            node: _first_bytes(pair for at in machine.first for pair in machine.ranges[at])
+            for node, machine in machines.items()
+        }
         self._nullable: dict[str, bool] = {}
-        self._first: dict[str, Ranges] = {}
-        self._after: dict[str, Ranges] = {}
-        self._after_terminal: dict[Node, Ranges] = dict.fromkeys(machines, ())
+        self._first: dict[str, _Bytes] = {}
+        self._after: dict[str, _Bytes] = {}
+        self._after_terminal: dict[Node, _Bytes] = dict.fromkeys(machines, _Bytes())
         self._changed = False
 
-    def of_terminals(self) -> dict[Node, Ranges]:
-        """Return the characters that can follow each terminal, computed as least fixed points."""
+    def of_terminals(self) -> dict[Node, _Bytes]:
+        """Return the bytes that can follow each terminal, computed as least fixed points."""
         for table, compute in ((self._nullable, self.nullable), (self._first, self.first)):
             self._changed = True
             while self._changed:
@@ -203,7 +196,7 @@ class _Following:
         while self._changed:
             self._changed = False
             for name, node in self._rules.items():
-                self._pass_down(node, self._after.get(name, ()))
+                self._pass_down(node, self._after.get(name, _Bytes()))
         return self._after_terminal
 
     def _set(self, table: dict[Any, Any], key: Hashable, value: object) -> None:
@@ -217,84 +210,77 @@ class _Following:
         Until `of_terminals` has completed the table `_nullable`, the result may be False although
         the node matches the empty text.
         """
-        if node in self._machines:
+        if node in self._first_of_terminal:
             return False
         if isinstance(node, Rule):
             return self._nullable.get(node.name, False)
         return is_nullable(node, self.nullable)
 
-    def first(self, node: Node) -> Ranges:
-        """Return the characters with which the texts of a node can begin.
+    def first(self, node: Node) -> _Bytes:
+        """Return the bytes with which the texts of a node can begin.
 
-        Until `of_terminals` has completed the tables `_first` and `_nullable`, characters may be
-        missing in the result.
+        Until `of_terminals` has completed the tables `_first` and `_nullable`, bytes may be missing
+        in the result.
         """
-        if node in self._machines:
-            machine = self._machines[node]
-            return normalized(pair for at in machine.first for pair in machine.ranges[at])
+        if node in self._first_of_terminal:
+            return self._first_of_terminal[node]
         if isinstance(node, Rule):
-            return self._first.get(node.name, ())
-        found: list[tuple[int, int]] = []
+            return self._first.get(node.name, _Bytes())
+        found: set[int] = set()
         for child in children(node):
-            found += self.first(child)
+            found |= self.first(child)
             if isinstance(node, Sequence) and not self.nullable(child):
                 break
-        return normalized(found)
+        return frozenset(found)
 
-    def _pass_down(self, node: Node, after: Ranges) -> None:
-        """Record which characters can follow the terminals and rules in a node.
+    def _pass_down(self, node: Node, after: _Bytes) -> None:
+        """Record which bytes can follow the terminals and rules in a node.
 
-        `after` are the characters that can follow the node itself.
+        `after` are the bytes that can follow the node itself.
         """
-        if node in self._machines:
-            self._set(self._after_terminal, node, _union(self._after_terminal[node], after))
+        if node in self._first_of_terminal:
+            self._set(self._after_terminal, node, self._after_terminal[node] | after)
         elif isinstance(node, Rule):
-            self._set(self._after, node.name, _union(self._after.get(node.name, ()), after))
+            self._set(self._after, node.name, self._after.get(node.name, _Bytes()) | after)
         elif isinstance(node, Sequence):
             for part in reversed(node.parts):
                 self._pass_down(part, after)
                 first = self.first(part)
-                after = _union(first, after) if self.nullable(part) else first
+                after = first | after if self.nullable(part) else first
         elif isinstance(node, Choice):
             for option in node.options:
                 self._pass_down(option, after)
         elif isinstance(node, Repeat):
-            again = self.first(node.part) if node.high is None or node.high > 1 else ()
-            self._pass_down(node.part, _union(again, after))
+            repeats = node.high is None or node.high > 1
+            self._pass_down(node.part, self.first(node.part) | after if repeats else after)
 
 
-def _first_bytes(ranges: Ranges) -> frozenset[int]:
+def _first_bytes(ranges: Iterable[tuple[int, int]]) -> _Bytes:
     """Return the first bytes of some characters in UTF-8, and maybe bytes that begin none."""
     ends = ((chr(c).encode(errors="surrogatepass")[0] for c in pair) for pair in ranges)
     return frozenset(byte for low, high in ends for byte in range(low, high + 1))
 
 
-def _union(first: Ranges, second: Ranges) -> Ranges:
-    return first if first == second else normalized([*first, *second])
-
-
 class _Lexer:
     """Simulates LLGuidance's lexer as if the parser allowed all terminals at all times.
 
-    `machines` contains the Glushkov automaton of each terminal, and `following` the characters that
-    can follow each terminal.
+    `machines` contains the Glushkov automaton of each terminal, and `following` the bytes that can
+    follow each terminal.
     """
 
-    def __init__(self, machines: dict[Node, _Positions], following: dict[Node, Ranges]):
+    def __init__(self, machines: dict[Node, _Positions], following: dict[Node, _Bytes]):
         self._terminals = list(machines)
         self._machines = [machines[terminal] for terminal in self._terminals]
         self._following = [following[terminal] for terminal in self._terminals]
-        bounds = {0, MAX_CHARACTER + 1}
-        for ranges in [*self._following, *(r for m in self._machines for r in m.ranges)]:
-            bounds.update(edge for low, high in ranges for edge in (low, high + 1))
-        ordered = sorted(bounds)
-        #: Character classes: no terminal distinguishes two characters of the same class.
-        self._classes: list[Ranges] = [
-            ((low, high - 1),) for low, high in itertools.pairwise(ordered)
-        ]
+        # The classes of characters begin here. No terminal distinguishes two characters of a class.
+        edges = {0}
+        for machine in self._machines:
+            edges.update(e for ranges in machine.ranges for a, b in ranges for e in (a, b + 1))
+        self._class_begins = sorted(edges - {MAX_CHARACTER + 1})
         # The lexer reads bytes: it extends a terminal if only the first byte of a character fits.
-        self._class_bytes = list(map(_first_bytes, self._classes))
-        self._following_bytes = list(map(_first_bytes, self._following))
+        ends = [begin - 1 for begin in self._class_begins[1:]] + [MAX_CHARACTER]
+        classes = zip(self._class_begins, ends, strict=True)
+        self._class_bytes = [_first_bytes([pair]) for pair in classes]
 
     def conflicts(self) -> set[Node]:
         """Return the terminals that the lexer might extend where another terminal should begin.
@@ -302,13 +288,14 @@ class _Lexer:
         If the search exceeds its limits, return all terminals that can have more than one
         character, because any of them might be extended.
         """
-        members: dict[Ranges, frozenset[int]] = {}
+        members: dict[Ranges, list[int]] = {}
 
-        def classes_of(ranges: Ranges) -> frozenset[int]:
+        def classes_of(ranges: Ranges) -> list[int]:
             if ranges not in members:
-                members[ranges] = frozenset(
-                    i for i, cls in enumerate(self._classes) if _overlap(cls, ranges)
+                ends = (
+                    (bisect_left(self._class_begins, at) for at in (a, b + 1)) for a, b in ranges
                 )
+                members[ranges] = [index for first, last in ends for index in range(first, last)]
             return members[ranges]
 
         start = frozenset((t, p) for t, m in enumerate(self._machines) for p in m.first)
@@ -320,14 +307,14 @@ class _Lexer:
         steps = 0
         while queue:
             nexts, ended = queue.pop()
+            following = _Bytes().union(*(self._following[terminal] for terminal in ended))
             by_class: dict[int, set[tuple[int, int]]] = {}
             for terminal, position in nexts:
                 for index in classes_of(self._machines[terminal].ranges[position]):
                     by_class.setdefault(index, set()).add((terminal, position))
                     steps += 1
             for index, reached in by_class.items():
-                first = self._class_bytes[index]
-                if any(first & self._following_bytes[terminal] for terminal in ended):
+                if self._class_bytes[index] & following:
                     found |= {self._terminals[terminal] for terminal, _ in reached}
                     continue
                 state = frozenset(reached)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from guide_util import accepts
 from mask_walks import BACKEND, VOCABULARY, legal_ids, llguidance_matcher, require_equal_walks
 
 from graft.grammar import GrammarError, GrammarSpec
@@ -129,3 +130,13 @@ def test_closing_rows_of_lark_grammar_lead_to_complete_texts():
     for _ in range(5):
         assert matcher.accept(VOCABULARY.tokens.index(b"("))
     assert matcher.distance() == 7
+
+
+def test_lark_grammar_of_many_characters_compiles_within_the_time_limit(serve):
+    """The limit refers to processor time. LLGuidance alone would need a hundredth of it."""
+    characters = [chr(code) for code in range(0x4E00, 0x6600, 2)]
+    options = " | ".join(f'"{character}"' for character in characters)
+    service = serve("llguidance", timeout_s=3)
+    compiled = service.submit(GrammarSpec.lark(f"start: ({options})+")).result()
+    assert accepts(compiled, characters[0], characters[-1])
+    assert not accepts(compiled, chr(0x4E01))
