@@ -5,10 +5,11 @@ import contextlib
 import random
 import threading
 import time
+import weakref
+from concurrent.futures import Future
 
 import openai
 
-from graft.models import EngineUseError
 from graft.tools.demo.prompts import demo_prompts
 from graft.tools.output_check import is_valid
 from graft.tools.serve.app import Service, Settings
@@ -48,12 +49,15 @@ EXTRA_FIELDS = (
     "thinking_token_budget",
     "nonsense",
 )
+#: By engine, the driver of the server that uses the engine.
+_DRIVERS = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
 def run_server(engine, drain_s=20.0, access_log=False, **settings):
     """Run a server of the engine in a thread, and drain the server when the context ends."""
-    service = Service(EngineDriver(engine), Settings("demo", **settings))
+    driver = _DRIVERS[engine] = EngineDriver(engine)
+    service = Service(driver, Settings("demo", **settings))
     server = Server(service, bind_socket("127.0.0.1", 0), drain_s, access_log)
     thread = threading.Thread(target=server.start)
     thread.start()
@@ -75,15 +79,21 @@ def wait_for(condition, seconds=60.0):
 
 
 def generate(engine, requests):
-    """Generate with an engine that a server also uses.
+    """Generate with an engine that a server also uses, in the server's thread.
 
-    The server's thread may still be in a step after its client has received the last event.
+    If another thread called the engine, the server's thread could call it at the same time, for
+    example to reclaim pages after its client has received the last event.
     """
-    while True:
+    outputs = Future()
+
+    def run():
         try:
-            return engine.generate(requests)
-        except EngineUseError:
-            time.sleep(0.001)
+            outputs.set_result(engine.generate(requests))
+        except Exception as error:
+            outputs.set_exception(error)
+
+    _DRIVERS[engine]._put(run)
+    return outputs.result(60)
 
 
 def response_format(schema):
