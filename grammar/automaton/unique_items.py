@@ -236,7 +236,7 @@ class _Builder:
         return False
 
     def _scalars(self, options: Sequence[Values]) -> int:
-        """Return the number of the automaton of scalars; -1 if there are no values."""
+        """Return the number of the automaton of some scalars; -1 if it matches no text."""
         return self._automaton(union([self._document.lower(option) for option in options]))
 
     def _automaton(self, expression: Expression) -> int:

@@ -22,8 +22,8 @@ _MAX_STATES = 2000
 #: takes one step for each of its positions and each character class that the position matches.
 _MAX_STEPS = 500_000
 
-#: Maximum number of positions of the Glushkov automaton (`_Positions`) of a terminal in a recursive
-#: grammar. A part with more positions does not become a terminal.
+#: Maximum number of positions of the Glushkov automaton (`_Positions`) of a terminal. A larger
+#: terminal of an EBNF grammar is divided. A Lark grammar with a larger terminal has no automaton.
 _MAX_POSITIONS = 2000
 
 

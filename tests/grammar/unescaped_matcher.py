@@ -141,7 +141,7 @@ def _allows_controls(spec: Spec) -> bool:
 
 
 def _unescaped(text: bytes) -> tuple[bytes, bytes]:
-    r"""Replace the ``\u`` escapes of a part of a JSON text with the characters they stand for.
+    r"""Replace the ``\u`` escapes of a part of a JSON text with their characters.
 
     Escapes of control characters remain. The second result is an incomplete escape at the end of
     the text, which the first result does not contain.

@@ -105,7 +105,7 @@ TILES = {
 
 @dataclass(frozen=True)
 class _Epilogue:
-    """What the epilogue of a product (the code that stores its results) loads and stores.
+    """Loads and stores of the epilogue of a product, which is the code that stores its results.
 
     Attributes
     ----------

@@ -506,5 +506,5 @@ class _RuleBuilder:
 
 
 def _without_none(names: list[str | None]) -> list[str]:
-    """Return the distinct names of rules in a list in which None stands for a missing rule."""
+    """Return the distinct names of rules in a list. The list has None for each missing rule."""
     return list(dict.fromkeys(name for name in names if name is not None))
