@@ -296,7 +296,8 @@ class GrammarSpec(Spec):
             free text.
         skips_space
             Whether up to 16 white-space characters may follow the marker before the text of the
-            grammar, such as the two line feeds that Qwen3 writes.
+            grammar, such as the two line feeds that Qwen3 writes or the space of the token
+            ``" Paris"``.
 
         Raises
         ------

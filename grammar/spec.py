@@ -49,8 +49,8 @@ class Marker:
     """Text or token that ends free text, such as ``</think>`` after the reasoning of a model.
 
     Text before the marker is unconstrained. The grammar applies after the token that completes the
-    marker. A token that contains both the end of the marker and further text is illegal, so that
-    the grammar constrains every byte of the answer.
+    marker. Unless `skips_space` is true, a token that contains both the end of the marker and
+    further text is illegal.
 
     Attributes
     ----------
@@ -69,9 +69,10 @@ class Marker:
         begin with the opening, both the tokens that continue the opening and the tokens that the
         grammar allows are legal. If empty, every output begins with free text.
     skips_space
-        Whether tokens that consist of `WHITE_SPACE` may follow the marker before the text of the
-        grammar, with at most `MAX_SPACE` characters in total. The first token that the grammar
-        accepts begins the text of the grammar.
+        Whether up to `MAX_SPACE` characters of `WHITE_SPACE` may follow the marker before the text
+        of the grammar. A token may then also contain the end of the marker, white space and the
+        beginning of this text. A token that the grammar accepts as a whole begins the text of the
+        grammar; leading white space of other tokens is skipped.
     """
 
     text: str = ""

@@ -55,7 +55,8 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
         "--after",
         metavar="MARKER",
         help="text, such as </think>, after which the grammar applies; the output before the "
-        "marker is free text, and cannot end before the marker",
+        "marker is free text, and cannot end before the marker; up to 16 white-space characters "
+        "may follow the marker",
     )
     group.add_argument(
         "--backend", type=parse_backend, metavar=BACKEND_METAVAR, default="auto", help=BACKEND_HELP
@@ -204,7 +205,7 @@ def make_grammar(
         spec = replace(spec, backend=backend)
     if check:
         spec.check()
-    return spec if marker is None else spec.after(marker, required=True)
+    return spec if marker is None else spec.after(marker, required=True, skips_space=True)
 
 
 def _grammar_key(fields: Mapping[str, Any]) -> str | None:

@@ -4,10 +4,12 @@
 //
 // Invariants
 // 1. The grammar begins with the token after the one that completes the marker. A token that
-//    contains the end of the marker and further text is illegal, so no byte bypasses the grammar
-//    except for white space: if `max_skipped` of the marker is positive, tokens of white space with
-//    at most this number of characters in total may lie between the marker and the grammar. The
-//    first token that the grammar accepts begins the grammar's text.
+//    contains the end of the marker and further text is illegal, so no byte bypasses the grammar.
+//    If `max_skipped` of the marker is positive, up to this number of white-space characters may
+//    lie between the marker and the grammar, and tokens may join them with the end of the marker or
+//    with the beginning of the grammar's text. A token that the grammar accepts as a whole begins
+//    the grammar's text. Otherwise, leading white space of the token is skipped, and the matcher of
+//    the grammar accepts tokens that spell the rest of the token's text.
 // 2. The marker may extend over several tokens. After an incomplete part of the marker, a token
 //    without text is illegal. Decoding may omit this token or print its name, so it would be
 //    undefined whether the text contains the marker.
@@ -41,6 +43,8 @@
 #include <numeric>
 #include <stdexcept>
 #include <string>
+#include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -53,9 +57,9 @@ namespace {
 
 constexpr int32_t kUnreachable = INT32_MAX / 4;
 
-bool is_space(char byte) noexcept {
-  return byte == ' ' || byte == '\t' || byte == '\n' || byte == '\r';
-}
+constexpr std::string_view kSpace = " \t\r\n";
+
+bool is_space(char byte) noexcept { return kSpace.find(byte) != std::string_view::npos; }
 
 // Scanner that searches free text for a marker, for the tokens of one vocabulary. Immutable and
 // shared by the matchers with this marker.
@@ -70,10 +74,13 @@ class Marker {
          int64_t vocab_size, bool required, const std::vector<int32_t>& opening_ids,
          const std::string& opening, int32_t max_space, int32_t max_skipped);
 
+  // `found`: the token completes the marker. `rest` is the number of bytes of the token after the
+  // marker; if it is positive, the token is not `legal` by itself, but see `Join`.
   struct Step {
     bool legal;
     bool found;
     int32_t state;
+    size_t rest = 0;
   };
   // Returns how the scanner moves from `state` when it reads a token. The token id must be less
   // than the vocabulary size and must not be a stop id.
@@ -111,12 +118,24 @@ class Marker {
   const std::vector<int32_t>& opening_illegal(int32_t state) const noexcept {
     return opening_illegal_[static_cast<size_t>(state)];
   }
-  // A white-space token of at most `max_skipped` characters. `size` is the number of characters.
-  struct Space {
+  // A token that contains white space to skip, and possibly text after it (invariant 1 of this
+  // file). `space` is the number of white-space characters. The `size` ids of
+  // spelling() are tokens that spell the rest of the text; `size` is 0 if there is no rest.
+  struct Join {
     int32_t token;
+    int32_t space;
+    size_t spelling;
     int32_t size;
   };
-  const std::vector<Space>& spaces() const noexcept { return spaces_; }
+  const int32_t* spelling(const Join& join) const noexcept {
+    return spellings_.data() + join.spelling;
+  }
+  // Return the tokens that may follow the marker, and the tokens that complete the marker after
+  // `state` of the scanner and contain further text, in ascending order.
+  const std::vector<Join>& joins_after_marker() const noexcept { return joins_.back(); }
+  const std::vector<Join>& joins(int32_t state) const noexcept {
+    return joins_[row_index(static_cast<size_t>(state))];
+  }
   int32_t max_skipped() const noexcept { return max_skipped_; }
   // Returns the number of tokens that complete the marker after `state` of the scanner.
   int32_t distance(int32_t state) const noexcept { return distances_[static_cast<size_t>(state)]; }
@@ -143,6 +162,7 @@ class Marker {
  private:
   void make_rows();
   void make_opening_rows();
+  void make_joins();
   std::vector<int32_t> spelling_distances(const std::string& text) const;
   int32_t next(int32_t state, unsigned char byte) const noexcept;
   Step scan(int32_t state, const char* bytes, size_t size) const noexcept;
@@ -173,7 +193,9 @@ class Marker {
   std::string opening_;
   int32_t max_space_;
   int32_t max_skipped_;
-  std::vector<Space> spaces_;
+  // Results of joins() by row_index(), then the result of joins_after_marker().
+  std::vector<std::vector<Join>> joins_;
+  std::vector<int32_t> spellings_;          // results of spelling(), one after the other
   std::vector<int32_t> distances_;          // results of distance()
   std::vector<int32_t> opening_distances_;  // by state of opening_step(): tokens of the opening
   int32_t max_distance_ = 0;
@@ -233,12 +255,46 @@ Marker::Marker(const std::vector<int32_t>& ids, const std::string& text,
     const int32_t most = *std::max_element(spelling.begin(), spelling.end());
     max_opening_distance_ = std::max(max_distance_, most + distances_.front());
   }
+  make_joins();
+}
+
+void Marker::make_joins() {
+  joins_.resize(rows_.size() + 1);
+  if (max_skipped_ == 0) return;
+  std::unordered_map<std::string_view, int32_t> ids;
+  ids.reserve(tokens_.size());
   for (size_t token = 0; token < tokens_.size(); ++token) {
-    const std::string& bytes = tokens_[token];
-    const size_t size = bytes.size();
-    if (size == 0 || size > static_cast<size_t>(max_skipped)) continue;
-    if (!std::all_of(bytes.begin(), bytes.end(), is_space)) continue;
-    spaces_.push_back({static_cast<int32_t>(token), static_cast<int32_t>(size)});
+    if (!tokens_[token].empty()) ids.try_emplace(tokens_[token], static_cast<int32_t>(token));
+  }
+  // Adds a token that contains `text` after the marker, unless the text has too much white space.
+  const auto add = [&](std::vector<Join>& joins, int32_t token, std::string_view text) {
+    const std::string_view rest =
+        text.substr(std::min(text.find_first_not_of(kSpace), text.size()));
+    const size_t space = text.size() - rest.size();
+    if (space > static_cast<size_t>(max_skipped_)) return;
+    // The spelling always takes the longest token, so it may miss spellings if the vocabulary lacks
+    // some tokens of single bytes. The token then stays illegal.
+    const size_t first = spellings_.size();
+    for (size_t at = 0; at < rest.size();) {
+      size_t size = rest.size() - at;
+      while (size > 0 && ids.count(rest.substr(at, size)) == 0) --size;
+      if (size == 0) return spellings_.resize(first);
+      spellings_.push_back(ids.at(rest.substr(at, size)));
+      at += size;
+    }
+    const auto size = static_cast<int32_t>(spellings_.size() - first);
+    joins.push_back({token, static_cast<int32_t>(space), first, size});
+  };
+  for (int32_t token = 0; token < static_cast<int32_t>(tokens_.size()); ++token) {
+    const std::string_view bytes = tokens_[static_cast<size_t>(token)];
+    if (bytes.empty()) continue;
+    if (is_space(bytes.front())) add(joins_.back(), token, bytes);
+    for (size_t state = text_.size() - std::min(text_.size(), bytes.size() - 1);
+         state < text_.size(); ++state) {
+      const Step step = this->step(static_cast<int32_t>(state), token);
+      if (step.rest == 0) continue;
+      add(joins_[row_index(state)], token, bytes.substr(bytes.size() - step.rest));
+    }
   }
 }
 
@@ -354,8 +410,7 @@ Marker::Step Marker::scan(int32_t state, const char* bytes, size_t size) const n
   for (size_t i = 0; i < size; ++i) {
     state = next(state, static_cast<unsigned char>(bytes[i]));
     if (state == static_cast<int32_t>(text_.size())) {
-      const bool last = i + 1 == size;
-      return {last, last, 0};
+      return {i + 1 == size, true, 0, size - i - 1};
     }
   }
   return {true, false, state};
@@ -390,6 +445,7 @@ class MarkedMatcher final : public NativeMatcher {
     if (may_open_ && answer_distance_ != kUnknownDistance) avoids_opening_ = avoids_opening();
     if (may_open_) opening_tokens_.reserve(marker_->max_opening_tokens());
     skipped_.reserve(static_cast<size_t>(marker_->max_skipped()));
+    if (marker_->max_skipped() > 0) start_row_.reserve(static_cast<size_t>(marker_->words()));
     for (const int32_t stop : stop_ids) {
       if (stop < 0 || stop >= marker_->vocab_size()) {
         throw std::invalid_argument("a stop id is out of range");
@@ -401,14 +457,21 @@ class MarkedMatcher final : public NativeMatcher {
     if (may_open_) return accept_opening(token, error);
     if (started_) {
       const Outcome outcome = inner_->accept(token, error);
-      if (outcome == Outcome::kYes) ++num_grammar_tokens_;
-      if (outcome != Outcome::kNo || num_grammar_tokens_ > 0) return outcome;
-      for (const Marker::Space& space : marker_->spaces()) {
-        if (space.token != token || space.size > space_left()) continue;
-        skipped_.push_back(space.size);
-        return Outcome::kYes;
+      if (outcome != Outcome::kNo || in_grammar_text()) {
+        if (outcome == Outcome::kYes && num_grammar_tokens_++ == 0) first_size_ = 1;
+        return outcome;
       }
-      return outcome;
+      const Marker::Join* join = find(marker_->joins_after_marker(), token);
+      if (join == nullptr) return Outcome::kNo;
+      const Outcome joined = accept_join(*join, error);
+      if (joined != Outcome::kYes) return joined;
+      if (join->size == 0) {
+        skipped_.push_back(join->space);
+      } else {
+        first_size_ = join->size;
+        num_grammar_tokens_ = 1;
+      }
+      return Outcome::kYes;
     }
     if (stopped_ || token < 0 || token >= marker_->vocab_size()) return Outcome::kNo;
     if (is_stop(token)) {
@@ -418,7 +481,15 @@ class MarkedMatcher final : public NativeMatcher {
       return Outcome::kYes;
     }
     const Marker::Step step = marker_->step(state_, token);
-    if (!step.legal || distance_after(step) > free_tokens_left() - 1) return Outcome::kNo;
+    if (distance_after(step) > free_tokens_left() - 1) return Outcome::kNo;
+    if (!step.legal) {
+      const Marker::Join* join = step.found ? find(marker_->joins(state_), token) : nullptr;
+      if (join == nullptr) return Outcome::kNo;
+      const Outcome joined = accept_join(*join, error);
+      if (joined != Outcome::kYes) return joined;
+      marker_space_ = join->space;
+      marker_size_ = join->size;
+    }
     push();
     state_ = step.state;
     started_ = step.found;
@@ -426,8 +497,9 @@ class MarkedMatcher final : public NativeMatcher {
   }
 
   int accept_all(const int32_t* tokens, int count, ErrorText* error) noexcept override {
-    if (!started_ || num_grammar_tokens_ == 0)
+    if (!started_ || num_grammar_tokens_ == 0) {
       return NativeMatcher::accept_all(tokens, count, error);
+    }
     const int accepted = inner_->accept_all(tokens, count, error);
     num_grammar_tokens_ += std::max(accepted, 0);
     return accepted;
@@ -438,7 +510,11 @@ class MarkedMatcher final : public NativeMatcher {
     if (started_) {
       const Filled filled = inner_->fill(row, words, budget, error);
       const bool written = filled == Filled::kMask || filled == Filled::kNarrowed;
-      return written && num_grammar_tokens_ == 0 ? add_spaces(row, budget, filled, error) : filled;
+      if (!written || in_grammar_text()) return filled;
+      const bool limited = budget != kNoBudget;
+      if (limited && !fill_start_row(error)) return Filled::kFailed;
+      const int32_t* start_row = limited ? start_row_.data() : row;
+      return add_joins(marker_->joins_after_marker(), start_row, row, budget, filled, error);
     }
     const int32_t* legal = marker_->row(state_);
     const int32_t max_next = max_distance_after(budget);
@@ -458,7 +534,11 @@ class MarkedMatcher final : public NativeMatcher {
         row[stop >> 5] |= bit;
       }
     }
-    return narrows ? narrow(row, words, max_next) : Filled::kMask;
+    const Filled filled = narrows ? narrow(row, words, max_next) : Filled::kMask;
+    const std::vector<Marker::Join>& joins = marker_->joins(state_);
+    if (joins.empty() || free_tokens_left() < 1) return filled;
+    if (!fill_start_row(error)) return Filled::kFailed;
+    return add_joins(joins, start_row_.data(), row, budget, filled, error);
   }
 
   int32_t distance(ErrorText* error) noexcept override {
@@ -485,8 +565,12 @@ class MarkedMatcher final : public NativeMatcher {
       error->keep("rollback of more tokens of free text than the history has");
       return Outcome::kFailed;
     }
-    if (inside > 0) {
-      const Outcome outcome = inner_->rollback(static_cast<int32_t>(inside), error);
+    // The grammar's matcher may have accepted several tokens for one: see Marker::Join.
+    int64_t accepted = inside;
+    if (inside > 0 && inside == num_grammar_tokens_) accepted += first_size_ - 1;
+    if (free > 0) accepted += marker_size_;
+    if (accepted > 0) {
+      const Outcome outcome = inner_->rollback(static_cast<int32_t>(accepted), error);
       if (outcome == Outcome::kFailed) return outcome;
       num_grammar_tokens_ -= inside;
     }
@@ -498,6 +582,7 @@ class MarkedMatcher final : public NativeMatcher {
     if (inside + skipped == tokens && !in_opening) return Outcome::kYes;
     started_ = stopped_ = false;
     if (free > 0) {
+      marker_space_ = marker_size_ = 0;
       // `history_` has one state for each of the last kHistory tokens of the free text: the state
       // before the token. Some of these tokens are now undone. The tokens before these kHistory
       // tokens still cannot be undone later.
@@ -543,7 +628,7 @@ class MarkedMatcher final : public NativeMatcher {
       if (!in_grammar) return Outcome::kNo;
       may_open_ = false;
       started_ = true;
-      num_grammar_tokens_ = 1;
+      num_grammar_tokens_ = first_size_ = 1;
       return Outcome::kYes;
     }
     opening_tokens_.push_back(token);
@@ -635,29 +720,74 @@ class MarkedMatcher final : public NativeMatcher {
     return filled;
   }
 
-  // Adds the white space that may precede the grammar's first token to the row of this token.
-  // `filled` is the result of the grammar's matcher, which has written the row.
-  Filled add_spaces(int32_t* row, int32_t budget, Filled filled, ErrorText* error) noexcept {
+  static const Marker::Join* find(const std::vector<Marker::Join>& joins, int32_t token) noexcept {
+    const auto found = std::lower_bound(
+        joins.begin(), joins.end(), token,
+        [](const Marker::Join& join, int32_t wanted) { return join.token < wanted; });
+    return found != joins.end() && found->token == token ? &*found : nullptr;
+  }
+
+  // Makes the grammar's matcher, which must be at its start, accept the text that a token has after
+  // the white space. Changes nothing unless the result is kYes.
+  Outcome accept_join(const Marker::Join& join, ErrorText* error) noexcept {
+    if (join.space > space_left() || is_stop(join.token)) return Outcome::kNo;
+    if (join.size == 0) return Outcome::kYes;
+    const int32_t* spelling = marker_->spelling(join);
+    if (std::any_of(spelling, spelling + join.size, [&](int32_t id) { return is_stop(id); })) {
+      return Outcome::kNo;
+    }
+    const int accepted = inner_->accept_all(spelling, join.size, error);
+    if (accepted < 0) return Outcome::kFailed;
+    if (accepted == join.size) return Outcome::kYes;
+    return inner_->rollback(accepted, error) == Outcome::kFailed ? Outcome::kFailed : Outcome::kNo;
+  }
+
+  // Adds the legal tokens of `joins` to a row. The grammar's matcher must be at its start;
+  // `start_row` is its row without a budget. `filled` says whether the budget has excluded tokens
+  // from `row`.
+  Filled add_joins(const std::vector<Marker::Join>& joins, const int32_t* start_row, int32_t* row,
+                   int32_t budget, Filled filled, ErrorText* error) noexcept {
+    const auto has = [](const int32_t* bits, int32_t id) {
+      return ((bits[id >> 5] >> (id & 31)) & 1) != 0;
+    };
     const bool closes = budget != kNoBudget && answer_distance_ != kUnknownDistance;
-    for (const Marker::Space& space : marker_->spaces()) {
-      if (space.size > space_left()) continue;
-      if (closes) {
-        // If the grammar accepts the token, the token begins the grammar's text, and the grammar's
-        // matcher has already set its bit in the row if the budget allows the token.
-        const Outcome begins = inner_->accept(space.token, error);
+    for (const Marker::Join& join : joins) {
+      if (has(row, join.token)) continue;
+      if (join.size > 0 && !has(start_row, *marker_->spelling(join))) continue;
+      if (closes && started_) {
+        // A token that the grammar accepts as a whole begins the grammar's text. The budget has
+        // excluded it from the row.
+        const Outcome begins = inner_->accept(join.token, error);
         if (begins == Outcome::kFailed) return Filled::kFailed;
         if (begins == Outcome::kYes) {
           if (inner_->rollback(1, error) == Outcome::kFailed) return Filled::kFailed;
           continue;
         }
-        if (answer_distance_ > budget - 1) {
-          filled = Filled::kNarrowed;
-          continue;
-        }
       }
-      row[space.token >> 5] |= static_cast<int32_t>(1u << (space.token & 31));
+      const Outcome joined = accept_join(join, error);
+      if (joined == Outcome::kFailed) return Filled::kFailed;
+      if (joined == Outcome::kNo) continue;
+      const int32_t distance = closes ? inner_->distance(error) : 0;
+      if (join.size > 0 && inner_->rollback(join.size, error) == Outcome::kFailed) {
+        return Filled::kFailed;
+      }
+      if (closes && distance > budget - 1) {
+        filled = Filled::kNarrowed;
+        continue;
+      }
+      row[join.token >> 5] |= static_cast<int32_t>(1u << (join.token & 31));
     }
     return filled;
+  }
+
+  // Writes the row of the grammar's start, without a budget, to `start_row_`, unless this row has
+  // been written before. The grammar's matcher must be at its start.
+  bool fill_start_row(ErrorText* error) noexcept {
+    if (!start_row_.empty()) return true;
+    start_row_.resize(static_cast<size_t>(marker_->words()));
+    const Filled filled = inner_->fill(start_row_.data(), marker_->words(), kNoBudget, error);
+    if (filled == Filled::kFree) allow_all(start_row_.data(), marker_->words());
+    return filled != Filled::kFailed;
   }
 
   // Returns whether no text of the grammar begins with a token that can belong to the opening.
@@ -716,9 +846,11 @@ class MarkedMatcher final : public NativeMatcher {
   }
   // Number of white-space characters that may still lie between the marker and the grammar.
   int32_t space_left() const noexcept {
-    return std::accumulate(skipped_.begin(), skipped_.end(), marker_->max_skipped(),
+    return std::accumulate(skipped_.begin(), skipped_.end(), marker_->max_skipped() - marker_space_,
                            std::minus<int32_t>());
   }
+  // Whether the output contains text of the grammar. White space is no longer skipped then.
+  bool in_grammar_text() const noexcept { return num_grammar_tokens_ > 0 || marker_size_ > 0; }
   void push() noexcept { history_[static_cast<size_t>(num_free_tokens_++ % kHistory)] = state_; }
   bool is_stop(int32_t token) const noexcept {
     return std::find(stop_ids_.begin(), stop_ids_.end(), token) != stop_ids_.end();
@@ -733,7 +865,11 @@ class MarkedMatcher final : public NativeMatcher {
   std::array<int32_t, kHistory> history_{};  // state of the scanner before each of the last tokens
   int64_t num_free_tokens_ = 0;              // number of tokens of the free text after the opening
   int64_t first_undoable_ = 0;      // index of the first free-text token that can be undone
-  int64_t num_grammar_tokens_ = 0;  // number of tokens that `inner_` has accepted
+  int64_t num_grammar_tokens_ = 0;  // number of tokens of the grammar's text
+  int32_t first_size_ = 1;    // number of tokens that `inner_` has accepted for the first of them
+  int32_t marker_space_ = 0;  // white space to skip in the token that completed the marker
+  int32_t marker_size_ = 0;   // number of tokens that `inner_` has accepted for this token
+  std::vector<int32_t> start_row_;  // see fill_start_row()
   std::vector<int32_t> skipped_;  // number of characters of each white-space token after the marker
   int32_t state_ = 0;             // state of the opening or of the scanner
   bool started_ = false;          // whether the marker is complete, or the output has no opening

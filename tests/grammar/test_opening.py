@@ -6,12 +6,14 @@ The oracle has a list of the grammar's texts, and decides on the joined bytes of
 from __future__ import annotations
 
 import functools
+import gzip
 import re
 
 import numpy as np
 import pytest
 from guide_util import PythonMatcher
 from reference_matchers import ReferenceLLGuidance
+from tokenizers import Tokenizer
 
 from graft.grammar import GrammarError, GrammarSpec, Vocabulary
 from graft.grammar.backends.llguidance import LLGuidanceBackend
@@ -19,6 +21,7 @@ from graft.grammar.backends.xgrammar import XGrammarBackend
 
 OPENING = b"<think>"
 END = b"</think>"
+SPACE = b" \t\r\n"
 #: Texts of the grammar. Some of them share their first characters with the opening. One text begins
 #: with the opening, so the output is then free text.
 TEXTS = [b"ok", b"<thin", b"<table>", b"\n<t", b"<think>no", b"  </think>x"]
@@ -33,6 +36,11 @@ LONGER = [
         b"\n<think>",
         b"ok",
         b"a<",
+        b" ok",
+        b"\n<tab",
+        b">\n\n",
+        b">\nok",
+        b"> <ta",
     ),
 ]
 BYTES = [bytes([byte]) for byte in b"<think>/able \n\tox"]
@@ -73,28 +81,39 @@ def is_possible(
             # A token without text does not follow a part of the marker.
             free = text[opened.end() :]
             return not re.search(rb"<(/(t(h(i(nk?)?)?)?)?)?\xff", free)
-        answer = answer_after(tokens, end + len(END), texts, skips)
+        answer = answer_after(tokens, opened.end(), end + len(END), texts, skips)
         return answer is not None and starts(answer, texts)
     rest = text.lstrip(b" \t\r\n")
     becomes_opening = OPENING.startswith(rest) and len(text) - len(rest) <= 16
     return becomes_opening or starts(text, texts)
 
 
-def answer_after(tokens: list[int], end: int, texts: list[bytes], skips: bool) -> bytes | None:
-    """Return the text of the grammar after the marker, which ends at byte `end` of the text.
+def answer_after(
+    tokens: list[int], opened: int, end: int, texts: list[bytes], skips: bool
+) -> bytes | None:
+    """Return the text of the grammar after the marker.
 
-    If `skips`, tokens of white space that do not begin a text of the grammar precede it. Return
-    None if the marker ends within a token.
+    The opening and the marker end at the bytes `opened` and `end` of the text.
+
+    If `skips`, white space may precede it, and tokens may join the end of the marker, white space
+    and the beginning of the text. A token with which a text of the grammar can begin is not
+    skipped. Return None if the marker ends within a token, and `skips` is false or the token
+    contains a part of the opening.
     """
     pieces = [text_of([token]) for token in tokens]
     ends = np.cumsum([len(piece) for piece in pieces]).tolist()
-    if end not in ends:
+    last = int(np.searchsorted(ends, end))
+    rest = pieces[last][len(pieces[last]) - (ends[last] - end) :] if ends[last] > end else b""
+    if rest and (not skips or ends[last] - len(pieces[last]) < opened):
         return None
-    pieces = pieces[ends.index(end) + 1 :]
-    space = 0
-    while skips and pieces and not pieces[0].strip() and not starts(pieces[0], texts):
-        space += len(pieces.pop(0))
-    return b"".join(pieces) if space <= 16 else b"too much white space"
+    pieces = pieces[last + 1 :]
+    text = rest.lstrip(SPACE)
+    space = len(rest) - len(text)
+    while skips and not text and pieces and not starts(pieces[0], texts):
+        piece = pieces.pop(0)
+        text = piece.lstrip(SPACE)
+        space += len(piece) - len(text)
+    return text + b"".join(pieces) if space <= 16 else b"too much white space"
 
 
 def text_of(tokens: list[int]) -> bytes:
@@ -118,7 +137,7 @@ def is_complete(
     end = text.find(END, opened.end())
     if end < 0:
         return not required
-    return answer_after(tokens, end + len(END), texts, skips) in texts
+    return answer_after(tokens, opened.end(), end + len(END), texts, skips) in texts
 
 
 @functools.cache
@@ -236,6 +255,31 @@ def test_matcher_of_python_backend_with_opening():
     assert set(matcher.legal()) == {TOKENS.index(token) for token in (b"<", b"o", b"ok")}
     matcher.rollback(15)
     assert TOKENS.index(b"x") in matcher.legal() and TOKENS.index(b"t") in matcher.legal()
+
+
+@pytest.mark.parametrize("name", ["cl100k-llama3-like", "deepseek-128k"])
+@pytest.mark.full("deepseek")
+def test_tokens_of_real_vocabularies_join_marker_and_answer(shared_data, name):
+    """After a marker, the tokens that a tokenizer produces for white space and answer are legal."""
+    text = gzip.decompress((shared_data / "tokenizers" / f"{name}.json.gz").read_bytes()).decode()
+    tokenizer = Tokenizer.from_str(text)
+    size = tokenizer.get_vocab_size()
+    backend = LLGuidanceBackend(Vocabulary.from_tokenizer(tokenizer, size, [1]))
+    schema = GrammarSpec.json_schema({"type": "object", "properties": {"a": {"type": "null"}}})
+    for spec, answer in (
+        (GrammarSpec.choice(["Paris", "London"]), "Paris"),
+        (GrammarSpec.regex("qu[a-z]+"), "quelques"),
+        (schema, '{"a": null}'),
+    ):
+        grammar = backend.compile(spec.after("Answer:", required=True, skips_space=True))
+        for space in ("", " ", "\n", "\n\n", "\t", "\n\n  "):
+            ids = tokenizer.encode(f"Why? Answer:{space}{answer}", add_special_tokens=False).ids
+            matcher = grammar.matcher()
+            assert matcher.native.accept_all(ids) == len(ids), (space, answer)
+            assert 1 in matcher.legal()
+            matcher.rollback(len(ids))
+            for token in ids:
+                assert token in matcher.legal() and matcher.accept(token)
 
 
 def test_opening_is_no_stop_id():

@@ -299,14 +299,15 @@ def test_grammar_options_and_row_keys_define_grammars(tmp_path, parse_rows, flag
     options = ("--prompt", "p", *flags)
     assert parse_requests(*options)[0].request.grammar == grammar
     (after,) = parse_requests(*options, "--after", "</think>")
-    assert after.request.grammar == grammar.after("</think>", required=True)
+    options = {"required": True, "skips_space": True}
+    assert after.request.grammar == grammar.after("</think>", **options)
 
     key = flag[2:].replace("-", "_")
     value = {"regex": "a+", "choice": ["x", "y"], "json_object": True}.get(key, text)
     rows = ({"prompt": "p", key: value}, {"prompt": "p", key: value, "after": 7}, {"prompt": "p"})
     first, second, third = parse_rows(*rows, flags=("--after", "###"))
-    assert first.request.grammar == grammar.after("###", required=True)
-    assert second.request.grammar == grammar.after(7, required=True)
+    assert first.request.grammar == grammar.after("###", **options)
+    assert second.request.grammar == grammar.after(7, **options)
     assert third.request.grammar is None
     *_, third = parse_rows(*rows, flags=flags)
     assert third.request.grammar == grammar
@@ -403,10 +404,12 @@ def test_invalid_grammar_option_is_rejected_with_its_value(tmp_path, arguments, 
 def test_output_validity_ignores_text_before_the_marker():
     """With --after, only the text after the marker must satisfy the grammar.
 
-    If an output does not contain the marker, `PromptRow.is_valid` returns None.
+    White space may follow the marker. If an output does not contain the marker,
+    `PromptRow.is_valid` returns None.
     """
-    (row,) = parse_requests("--prompt", "x", "--choice", "a,b", "--after", "#")
-    assert [row.is_valid(text) for text in ("so#a", "so#c", "so")] == [True, False, None]
+    (row,) = parse_requests("--prompt", "x", "--choice", "a,b, c", "--after", "#")
+    valid = {"so#a": True, "so#\n\n a": True, "so# c": True, "so#c": False, "so": None}
+    assert {text: row.is_valid(text) for text in valid} == valid
 
 
 @pytest.mark.parametrize(
