@@ -19,7 +19,13 @@ from graft.grammar.regular.regex import CHARACTER_CLASS
 from graft.native.children.errors import ChildLost, ChildUnavailable
 from graft.native.children.process import Call, Setup
 
-__all__ = ["CHECK_TIMEOUT_S", "SEARCH_TIMEOUT_S", "check_output", "search_pattern"]
+__all__ = [
+    "CHECK_TIMEOUT_S",
+    "SEARCH_TIMEOUT_S",
+    "check_output",
+    "python_pattern",
+    "search_pattern",
+]
 
 #: Time limits of one `check_output` and one `search_pattern`, in seconds.
 CHECK_TIMEOUT_S = 5.0
@@ -28,6 +34,8 @@ _MAX_STEPS = 1e5  # maximum number of steps of a search in this process
 _MAX_DIGITS = 1000  # precision of calculations with decimal fractions
 _EXACT = decimal.Context(prec=2 * _MAX_DIGITS, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN)
 _IN_CLASS = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
+#: A range, or a single character, within a character class.
+_CLASS_ITEM = re.compile(r"(?P<first>\\.|[^\\])-(?P<last>\\.|[^\\\]])|(?P<single>\\.|.)", re.DOTALL)
 _OUTSIDE_CLASS = {
     "$": r"\Z",
     ".": r"[^\n\r\u2028\u2029]",
@@ -78,7 +86,7 @@ def search_pattern(pattern: str, text: str) -> bool:
         The pattern is not valid for ``re``.
     """
     original = pattern
-    pattern = _python_pattern(pattern)
+    pattern = python_pattern(pattern)
     operators = len(re.findall(r"[*+?{|]", pattern))
     nested = re.search(r"\)[*+{]|\\[1-9]|\(\?P=", pattern)
     log_steps = (operators + 1) * math.log(len(text) + 2)
@@ -89,19 +97,28 @@ def search_pattern(pattern: str, text: str) -> bool:
     return _call_bounded(f"pattern {original[:60]!r}", request, SEARCH_TIMEOUT_S)
 
 
-def _python_pattern(pattern: str) -> str:
+def python_pattern(pattern: str) -> str:
     """Convert an ECMA-262 pattern to an equivalent pattern for Python's ``re``.
 
     In ECMA-262, unlike in ``re``, ``$`` does not match before a final line feed, ``\\d`` and
-    ``\\w`` match only ASCII characters, and ``.`` matches no line separators.
+    ``\\w`` match only ASCII characters, and ``.`` matches no line separators. ``re``
+    warns about some classes, such as ``[[a]``, but not about the result of this function.
     """
 
     def replacement(match: re.Match[str]) -> str:
         if match[0].startswith("["):
-            return re.sub(r"\\.", lambda inner: _IN_CLASS.get(inner[0], inner[0]), match[0])
+            begin = 2 if match[0].startswith("[^") else 1
+            return match[0][:begin] + _CLASS_ITEM.sub(_python_class_item, match[0][begin:])
         return _OUTSIDE_CLASS.get(match[0], match[0])
 
     return re.sub(rf"\\.|{CHARACTER_CLASS}|[.$]", replacement, pattern, flags=re.DOTALL)
+
+
+def _python_class_item(match: re.Match[str]) -> str:
+    """Convert a character, a range or a class such as ``\\d`` within a character class."""
+    ends = [match["single"]] if match["single"] else [match["first"], match["last"]]
+    hyphen = "-" if _IN_CLASS.keys().isdisjoint(ends) else r"\-"
+    return hyphen.join(_IN_CLASS.get(end, rf"\{end}" if end in "-[&|~" else end) for end in ends)
 
 
 def _call_bounded(subject: str, request: Call, timeout_s: float) -> bool:

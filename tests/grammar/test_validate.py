@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
 
 from graft.grammar import GrammarError, GrammarSpec, check_output, resolve_spec, validate
+from graft.grammar.schema.router import route
 from graft.grammar.validate import search_pattern
 
 EXPONENTIAL = "^(a+)+$"
@@ -41,6 +43,33 @@ def test_router_refuses_pattern_with_catastrophic_backtracking(monkeypatch):
     monkeypatch.setattr(validate, "SEARCH_TIMEOUT_S", 0.1)
     with pytest.raises(GrammarError, match=r"pattern '\^\(a\+\)\+\$' cannot be checked: took"):
         resolve_spec(GrammarSpec.json_schema(schema, key_order="any"), "llguidance")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matching"),
+    [
+        ("[[a]", "[a"),
+        ("[^[&-~]", ' !"#$%'),
+        ("[+--]", "+,-"),
+        ("[--/]", "-./"),
+        ("[a&&b]", "ab&"),
+        ("[a||b~~c]", "abc|~"),
+        (r"[\[[]", "["),
+        (r"[\d-x]", "0123456789-x"),
+        (r"[x-\d]", "0123456789-x"),
+        (r"[\--/]", "-./"),
+        ("[a-]", "a-"),
+        ("[-a]", "a-"),
+    ],
+)
+def test_patterns_of_users_cause_no_warnings(pattern, matching, recwarn):
+    """Python's ``re`` warns about classes that may get another meaning in future versions."""
+    characters = [chr(code) for code in range(32, 127)]
+    assert {c for c in characters if search_pattern(f"^{pattern}$", c)} == set(matching)
+    options = [{"type": "string", "pattern": pattern, "maxLength": 3}, {"enum": ["1", "2"]}]
+    with contextlib.suppress(GrammarError):
+        route({"oneOf": options})
+    assert not recwarn.list
 
 
 def test_check_output_applies_formats_and_rejects_non_json_numbers():

@@ -25,7 +25,7 @@ from graft.grammar.schema.llguidance_check import is_unsatisfiable
 from graft.grammar.schema.reasons import NoExactForm
 from graft.grammar.schema.references import References
 from graft.grammar.schema.rewrite.patterns import have_common_string
-from graft.grammar.validate import search_pattern
+from graft.grammar.validate import python_pattern, search_pattern
 
 __all__ = ["Disjointness"]
 
@@ -252,7 +252,7 @@ def _all_refused(words: list[Any], schema: SchemaObject) -> bool:
     pattern = schema.get("pattern")
     if pattern is not None:
         try:
-            re.compile(pattern)
+            re.compile(python_pattern(pattern))
         except re.error:
             pattern = None
 

@@ -14,6 +14,7 @@ from graft.grammar.regular.expression import words
 from graft.grammar.regular.regex import CHARACTER_CLASS, NoAutomaton, has_alternatives, lower_regex
 from graft.grammar.schema.documents import word_set
 from graft.grammar.schema.reasons import NoExactForm
+from graft.grammar.validate import python_pattern
 
 __all__ = [
     "COMPLEMENTED_FORMATS",
@@ -173,7 +174,7 @@ def _without_nul(characters: str) -> str:
     quote and an escaped backslash even if the class excludes these characters.
     """
     with contextlib.suppress(re.error):
-        matches = re.compile(characters).fullmatch
+        matches = re.compile(python_pattern(characters)).fullmatch
         if not all(matches(chr(code)) for code in range(0x20) if code != 0x0A):
             return characters
         if matches('"') and matches("\\"):
