@@ -135,6 +135,10 @@ NOTATIONS = {
         lambda *call: f"[TOOL_CALLS] [{hermes_object(*call)}]",
         lambda calls: f"[TOOL_CALLS] [{', '.join(call[14:-1] for call in calls)}]",
     ),
+    "mistral/array with ids": (
+        lambda *call: f'[TOOL_CALLS] [{hermes_object(*call)[:-1]}, "id": "0aZ123456"}}]',
+        lambda calls: f"[TOOL_CALLS] [{', '.join(call[14:-1] for call in calls)}]",
+    ),
     "qwen3_coder": (qwen3_coder, "\n".join),
     "pythonic": (pythonic, lambda calls: f"[{', '.join(call[1:-1] for call in calls)}]"),
 }

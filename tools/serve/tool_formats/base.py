@@ -181,15 +181,20 @@ def call_head(function: Mapping[str, Any], arguments_key: str) -> str:
     return f'{{"name": {name}, "{arguments_key}": '
 
 
-def read_json_call(source: TextSource, arguments_key: str) -> Steps[None]:
-    """Consume a call, a JSON object with name and arguments; yield both as events."""
+def read_json_call(
+    source: TextSource, arguments_key: str, ends: Sequence[str] = ("}",)
+) -> Steps[str]:
+    """Consume a call, a JSON object with name and arguments; yield both as events.
+
+    One of `ends` follows the arguments; consume and return it.
+    """
     yield from source.expect('{"name": ')
     name = yield from source.json_string()
     yield from source.expect(f', "{arguments_key}": ')
     yield CallBegin(name)
     yield from source.json_value()
     yield CallEnd()
-    yield from source.expect("}")
+    return (yield from source.expect(*ends))
 
 
 def check_names(tools: ToolChoice, format_name: str) -> None:

@@ -3,7 +3,8 @@
 There are two notations:
 
 * ``[TOOL_CALLS]`` and a JSON array of objects with ``name`` and ``arguments``. A space may precede
-  the array.
+  the array. An object may also have an ``id`` of nine letters and digits, because the chat template
+  of Mistral 7B v0.3 renders earlier calls with their ids.
 * For each call, ``[TOOL_CALLS]``, the name of the function, and the arguments. ``[ARGS]`` may
   precede the arguments. Models since 2025 use this notation.
 
@@ -12,6 +13,7 @@ There are two notations:
 
 from __future__ import annotations
 
+import string
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +38,7 @@ __all__ = ["Mistral"]
 
 _BEGIN = "[TOOL_CALLS]"
 _ARGUMENTS = "[ARGS]"
+_ID = ', "id": "'
 _ARRAYS = (f"{_BEGIN}[", f"{_BEGIN} [")
 
 
@@ -79,15 +82,22 @@ def _parse_array(source: TextSource) -> Steps[None]:
     while separator != "]":
         if separator:
             source.mark()
-        yield from read_json_call(source, "arguments")
+        end = yield from read_json_call(source, "arguments", ends=("}", _ID))
+        if end == _ID:  # the response has another id, because a model may repeat ids
+            while not (yield from source.match('"}')):
+                source.take(1)
         separator = yield from source.expect(", ", "]")
 
 
 def _arrays(tools: ToolChoice) -> list[Format]:
+    # A pattern instead of the `or` would be refused: LLGuidance could not see where it ends.
+    character = one_of([const(character) for character in string.ascii_letters + string.digits])
+    call_id = {"type": "repeat", "min": 9, "max": 9, "content": character}
+    end = one_of([const("}"), tag(_ID, call_id, '"}')])
     objects = []
     for function in tools.functions:
-        arguments = arguments_format(function)
-        objects.append(tag(call_head(function, "arguments"), arguments, "}"))
+        content = sequence(arguments_format(function), end)
+        objects.append(tag(call_head(function, "arguments"), content, ""))
     return [tag(begin, some_calls(objects, ", ", tools), "]") for begin in _ARRAYS]
 
 
