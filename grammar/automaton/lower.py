@@ -64,8 +64,8 @@ def lower(grammar: ResolvedGrammar, special: Mapping[str, int] = NO_TOKENS) -> l
     `graft.grammar.automaton.strings`.
 
     `special` contains ids of special tokens by name. Where the begin, end or trigger text of a tag
-    in a structural format contains such a name, the name and the token are both legal. Raise
-    `NoAutomaton` if graft cannot lower the grammar.
+    contains such a name, the name and the token are both legal. Raise `NoAutomaton` if graft cannot
+    lower the grammar.
     """
     kind = grammar.spec.kind
     rules = Rules()
@@ -82,13 +82,14 @@ def lower(grammar: ResolvedGrammar, special: Mapping[str, int] = NO_TOKENS) -> l
         return rules.finish(schemas.lower(grammar.content))
     if kind == "structural_format":
         return rules.finish(_FormatLowering(schemas, special).lower(grammar.content))
-    if kind == "structural_tag" and not special:
-        return rules.finish(_lower_tags(grammar.content, schemas))
+    if kind == "structural_tag":
+        lowering = _FormatLowering(schemas, special)
+        return rules.finish(lowering.structural_tag(grammar.content))
     raise NoAutomaton(f"grammars of kind {kind!r} have no lowering")
 
 
 class _FormatLowering:
-    """Lowers structural formats; `schemas` lowers their schemas.
+    """Lowers structural formats and structural tags; `schemas` lowers their schemas.
 
     `special` contains ids of special tokens by name.
 
@@ -123,6 +124,8 @@ class _FormatLowering:
             return repeat(self.lower(form["content"], ends), form["min"], high)
         if kind == "tag":
             return self._tag(form)
+        if kind == "token":
+            return self._token(form)
         if kind == "tags_with_separator":
             tag = union(map(self._tag, form["tags"]))
             if form["stop_after_first"]:
@@ -149,10 +152,33 @@ class _FormatLowering:
 
     def _tag(self, form: Format) -> Expression:
         begin, end = form["begin"], form["end"]
-        if not isinstance(begin, str) or not isinstance(end, list):
-            raise NoAutomaton("tags that begin or end with a token by id have no lowering")
-        content = self.lower(form["content"], end)
-        return concat([self._spelled(begin), content, union(map(self._spelled, end))])
+        first = self._spelled(begin) if isinstance(begin, str) else self._token(begin)
+        if isinstance(end, dict):
+            return concat([first, self.lower(form["content"]), self._token(end)])
+        return concat([first, self.lower(form["content"], end), union(map(self._spelled, end))])
+
+    def structural_tag(self, document: dict[str, Any]) -> Expression:
+        """Return the expression of a structural tag: free text in which triggers start tags."""
+        triggers = document["triggers"]
+        tags = []
+        for tag in document["tags"]:
+            content = self._schemas.lower(tag["schema"])
+            tags.append(concat([self._spelled(tag["begin"]), content, self._spelled(tag["end"])]))
+        free = _free_text(triggers)
+        first = document["at_once"]
+        parts = _with_parts(free, tags, first, False)
+        if document["at_least_one"] and not first:
+            return concat([free, union(tags), parts])
+        return parts
+
+    def _token(self, form: Format) -> Expression:
+        """Return the expression of the type ``token``: a token by name or id."""
+        token = form["token"]
+        for name, special in self._special.items():
+            if token in (name, special):
+                return _special_token(special)
+        # A token with text would also be legal where the grammar allows its text.
+        raise NoAutomaton(f"the token {token!r} has text")
 
     def _spelled(self, value: str) -> Expression:
         """Return the expression of a text in which special tokens may replace their names."""
@@ -160,27 +186,16 @@ class _FormatLowering:
         for part, is_name in split_names(value, self._special):
             options = [text(part)]
             if is_name:
-                code = FIRST_SPECIAL_TOKEN + self._special[part]
-                if code > LAST_CODE:
-                    raise NoAutomaton(f"the id of the special token {part!r} is too large")
-                options.append(characters([(code, code)]))
+                options.append(_special_token(self._special[part]))
             parts.append(union(options))
         return concat(parts)
 
 
-def _lower_tags(document: dict[str, Any], schemas: SchemaLowering) -> Expression:
-    """Return the expression of a structural tag: free text in which triggers start tags."""
-    triggers = document["triggers"]
-    tags = [
-        concat([text(tag["begin"]), schemas.lower(tag["schema"]), text(tag["end"])])
-        for tag in document["tags"]
-    ]
-    free = _free_text(triggers)
-    first = document["at_once"]
-    parts = _with_parts(free, tags, first, False)
-    if document["at_least_one"] and not first:
-        return concat([free, union(tags), parts])
-    return parts
+def _special_token(token: int) -> Expression:
+    code = FIRST_SPECIAL_TOKEN + token
+    if code > LAST_CODE:
+        raise NoAutomaton(f"the id {token} of a special token is too large")
+    return characters([(code, code)])
 
 
 def _free_text(

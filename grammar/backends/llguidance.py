@@ -38,6 +38,8 @@ _MATCHER_BYTES = 180_000
 #: Maximum number of tokenizers that a backend keeps, see `LLGuidanceBackend`.
 _MAX_TOKENIZERS = 4
 
+#: Id of a structural format of the type ``token``.
+_TOKEN_ID = re.compile(r'"token"\s*:\s*(\d{1,9})\b')
 #: Matches a string, comment, regular expression or special token of a Lark grammar. The group
 #: captures only special tokens.
 _LARK_TOKEN = re.compile(
@@ -372,16 +374,18 @@ class LLGuidanceBackend:
         return found
 
     def _special_tokens(self, spec: Spec) -> dict[str, int]:
-        """Return the special tokens whose names occur in a structural tag or format: ids by name.
+        """Return the special tokens that a structural tag or format contains: ids by name.
 
-        The result is empty for grammars of other kinds.
+        They are the tokens whose names occur in its texts, and those that it lists by id. The
+        result is empty for grammars of other kinds.
         """
         if spec.kind not in ("structural_tag", "structural_format"):
             return {}
+        ids = set(map(int, _TOKEN_ID.findall(spec.text)))
         return {
             name: token
             for spelling, name, token in self._special_spellings
-            if spelling in spec.text
+            if spelling in spec.text or token in ids
         }
 
     def load(self, spec: Spec, result: Prepared) -> CompiledGrammar:

@@ -217,6 +217,7 @@ def tag(begin: str, content: dict[str, Any], end: str) -> dict[str, Any]:
 
 FREE = {"type": "any_text"}
 JSON = {"type": "json_schema", "json_schema": SCHEMA}
+END_CALL = {"type": "token", "token": "<|end_call|>"}
 CALLS = [tag("[CALL]f", JSON, "<|end_call|>"), tag("[CALL]g", JSON, "}<|end_call|>!")]
 #: Grammars with special tokens in the texts of tags, texts that match, and texts that do not. In
 #: these texts, "@" is the token [CALL], and "$" is the token <|end_call|>.
@@ -270,6 +271,21 @@ SPECIAL_TAGS = {
         ['@f{"s": ""}', 'a[CAL@f{"s": ""}', 'a[CALL]f{"s": ""}'],
         ["", "a", "a@@", "a$"],
     ),
+    "tokens": (
+        {
+            "type": "plus",
+            "content": {
+                "type": "or",
+                "elements": [
+                    tag(END_CALL, FREE, END_CALL),
+                    tag("[CALL]", JSON, END_CALL),
+                    tag("<|end_call|>", END_CALL, "!"),
+                ],
+            },
+        },
+        ["$$", "$a<|end_call|>$", '@{"s": ""}$$a$', "<|end_call|>$!", "$$!"],
+        ["", "a", "$", "$a@", "$$a", '@{"s": ""}<|end_call|>', "<|end_call|>a"],
+    ),
     "dispatch": (
         {"type": "dispatch", "rules": [["[CALL]", JSON], ["<|end_call|>", JSON]]},
         ["", '@{"s": ""}', 'a${"s": ""}b[CALL]{"s": ""}'],
@@ -287,7 +303,7 @@ def test_automaton_with_special_tokens_has_masks_of_llguidance(
     is_format = isinstance(grammar, dict)
     spec = GrammarSpec.structural_format(grammar) if is_format else grammar
     compiled = llguidance.compile(spec)
-    assert (compiled.automaton is not None) == is_format
+    assert compiled.automaton is not None
     expected = without_automata.compile(spec)
     generator = random.Random(name)
     stops = set(vocabulary.stop_ids)
@@ -313,6 +329,20 @@ def test_automaton_with_special_tokens_has_masks_of_llguidance(
             found += token in special
             assert all(matcher.accept(token) for matcher in matchers)
     assert found > 20
+
+
+def test_automaton_with_token_by_id(tokenizer, vocabulary, llguidance, without_automata):
+    """A token without text is named by its id; a token with text has no automaton."""
+    call = tokenizer.token_to_id("[CALL]")
+    [plain] = tokenizer.encode("x", add_special_tokens=False).ids
+    for token, has_automaton in ((call, True), (plain, False)):
+        form = {"type": "sequence", "elements": [{"type": "token", "token": token}, JSON]}
+        spec = GrammarSpec.structural_format(form)
+        compiled = llguidance.compile(spec)
+        assert (compiled.automaton is not None) == has_automaton
+        for matcher in (compiled.matcher(), without_automata.compile(spec).matcher()):
+            assert matcher.legal().tolist() == [token]
+            assert matcher.accept(token) and token not in matcher.legal()
 
 
 @pytest.mark.parametrize(
@@ -373,6 +403,8 @@ def test_special_token_is_legal_instead_of_its_name_in_tags(
         for token in ids(text):
             assert token in matcher.legal() and matcher.accept(token), text
         assert matcher.accept(vocabulary.stop_ids[0]), text
+        if name == "tokens":
+            continue
         # The spelled text fits as well.
         spelled = text.replace("@", "[CALL]").replace("$", "<|end_call|>")
         compiled.matcher(tokens=[*ids(spelled), vocabulary.stop_ids[0]])
