@@ -473,7 +473,12 @@ class _ForkServer:
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
         )
-        atexit.register(self.process.kill)
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Kill the process and close the pipes to it."""
+        with self.process:
+            self.process.kill()
 
     def run(self, code: str, env: dict[str, str], limit: int) -> subprocess.CompletedProcess[str]:
         with tempfile.TemporaryDirectory(prefix="softcuda-child-") as folder:
