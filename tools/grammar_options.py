@@ -221,13 +221,16 @@ def _grammar_key(fields: Mapping[str, Any]) -> str | None:
     return keys[0] if keys else None
 
 
-def _read_choices(value: object) -> list[str]:
+def _read_choices(value: object) -> list[str | int | float]:
     """Return the alternatives of a choice, given as a list or as a string with commas."""
     if isinstance(value, str):
         value = value.split(",")
-    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-        raise OptionError(f"choice must be a list of strings, got {short_repr(value)}")
-    return value
+    for option in value if isinstance(value, list) else [None]:
+        if not isinstance(option, (str, int, float)) or isinstance(option, bool):
+            raise OptionError(
+                f"choice must be a list of strings or numbers, got {short_repr(value)}"
+            )
+    return list(value)
 
 
 def _read_structural_tag(value: object, check: bool, **options: Any) -> GrammarSpec:

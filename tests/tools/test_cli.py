@@ -183,6 +183,7 @@ def test_prompt_rows_accept_partial_schemas_and_json_object_false(parse_rows):
         ({"regex": "a", "choice": ["a"]}, "regex and choice"),
         ({"choice": "a,,b"}, "choice option: is empty"),
         ({"choice": 3}, "choice must be a list"),
+        ({"choice": [1, True]}, "choice must be a list of strings or numbers"),
         ({"regex": "a", "backend": "telepathy"}, "backend must be one of"),
         ({"id": 5}, "id must be a string, got 5"),
         ({"id": True}, "id must be a string, got True"),

@@ -224,6 +224,7 @@ REPEATED = {
             {"structured_outputs": {"choice": ["red, dark", "blue"]}},
             {"red, dark", "blue"}.__contains__,
         ),
+        ({"structured_outputs": {"choice": [10, 2.5]}}, {"10", "2.5"}.__contains__),
         ({"structured_outputs": {"grammar": 'root ::= "e" [0-9]'}}, re.compile("e[0-9]").fullmatch),
         ({"structured_outputs": {"grammar": 'start: "l" /[0-9]/'}}, re.compile("l[0-9]").fullmatch),
         ({"regex": "[0-9]{3}z"}, re.compile("[0-9]{3}z").fullmatch),
@@ -571,7 +572,7 @@ def json_schema(**schema):
         ),
         ({"structured_outputs": {}}, 400, "structured_outputs must have one of"),
         ({"structured_outputs": {"json": None}}, 400, "structured_outputs must have one of"),
-        ({"structured_outputs": {"whitespace_pattern": " "}}, 400, "got {'whitespace_pattern'"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, 400, "key 'whitespace_pattern'"),
         (
             {"structured_outputs": {"structural_tag": "{"}},
             400,

@@ -696,9 +696,14 @@ def test_error_of_tools_or_response_format_names_the_field(
 def test_wrong_method_and_path_have_error_bodies(send):
     response = send("/v1/completions", "GET")
     assert response.status_code == 405 and response.headers["allow"] == "POST"
-    assert "message" in response.json()["error"]
+    assert response.json()["error"]["message"] == "/v1/completions requires POST, got GET"
     response = send("/v1/embeddings", input="x")
-    assert response.status_code == 404 and "message" in response.json()["error"]
+    message = response.json()["error"]["message"]
+    assert response.status_code == 404 and "no endpoint '/v1/embeddings'" in message
+    assert "/v1/chat/completions, /v1/completions, /v1/responses" in message
+    response = send("/chat/completions", messages=[])  # the client's base URL lacks /v1
+    message = response.json()["error"]["message"]
+    assert response.status_code == 404 and "the base URL must end with /v1" in message
     response = send("/v1/completions", prompt=TEXT, model="other")
     assert response.status_code == 404 and response.json()["error"]["code"] == "model_not_found"
     assert send("/health", "HEAD").status_code == 200

@@ -436,6 +436,7 @@ def test_chat_accepts_fields_that_change_nothing(client):
         "functions": [],
         "function_call": "none",
         "verbosity": "low",
+        "prediction": {"type": "content", "content": "x"},
         "prompt_cache_key": "key",
         "prompt_cache_retention": "24h",
         "safety_identifier": "user",

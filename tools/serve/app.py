@@ -579,11 +579,28 @@ async def _handle_disconnect(_request: HttpRequest, _error: Exception) -> Respon
     return Response(status_code=400)  # cannot be delivered
 
 
-async def _handle_error(_request: HttpRequest, error: Exception) -> Response:
+def _route_error(request: HttpRequest, error: HTTPException) -> ApiError:
+    """Return the error for a path or method that no route has."""
+    routes = [route.path for route in request.app.routes]
+    path = request.url.path
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = f"{path} requires {allowed}, got {request.method}"
+    elif error.status_code != 404:
+        message = error.detail
+    elif f"/v1{path}" in routes:
+        message = f"there is no endpoint {path}, but /v1{path}; the base URL must end with /v1"
+    else:
+        names = ", ".join(route for route in routes if "{" not in route)
+        message = f"there is no endpoint {short_repr(path)}; the endpoints are {names}"
+    return ApiError(message, error.status_code)
+
+
+async def _handle_error(request: HttpRequest, error: Exception) -> Response:
     headers: Mapping[str, str] = {}
     if isinstance(error, HTTPException):
         headers = error.headers or {}
-        error = ApiError(error.detail, error.status_code)
+        error = _route_error(request, error)
     api_error = to_api_error(error)
     return _json_response(api_error.body, api_error.status, {**api_error.headers, **headers})
 

@@ -171,10 +171,11 @@ def _read_structured_outputs(structured: Any) -> dict[str, Any]:
                 param="structured_outputs",
             )
         strict = option == _STRICT_OPTION and value
-    if not grammars or not _STRUCTURED_KEYS.issuperset(grammars):
+    unknown = [key for key in grammars if key not in _STRUCTURED_KEYS]
+    if unknown or not grammars:
+        got = f"the unknown key {short_repr(unknown[0])}" if unknown else short_repr(structured)
         raise ApiError(
-            f"structured_outputs must have one of {', '.join(sorted(_STRUCTURED_KEYS))}, "
-            f"got {short_repr(structured)}",
+            f"structured_outputs must have one of {', '.join(sorted(_STRUCTURED_KEYS))}, got {got}",
             param="structured_outputs",
         )
     if strict and "json" in grammars:

@@ -340,7 +340,9 @@ class ChatRequest(PromptFields, CompletionFields):
     max_completion_tokens: StrictInt | None = Field(None, ge=1, le=_MAX_INT32)
     logprobs: StrictBool = False
     top_logprobs: StrictInt | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    verbosity: Literal["low", "medium", "high"] = "medium"  # has no effect
+    # The following two fields have no effect. The prediction would only speed up the output.
+    verbosity: Literal["low", "medium", "high"] = "medium"
+    prediction: dict[str, Any] | None = None
     # This older field must be empty: functions are given in the field `tools`.
     functions: Annotated[Any, only([], "use tools")] = None
     function_call: Annotated[Any, only("none", "use tool_choice")] = "none"
