@@ -225,12 +225,13 @@ def _read_choices(value: object) -> list[str | int | float]:
     """Return the alternatives of a choice, given as a list or as a string with commas."""
     if isinstance(value, str):
         value = value.split(",")
-    for option in value if isinstance(value, list) else [None]:
-        if not isinstance(option, (str, int, float)) or isinstance(option, bool):
-            raise OptionError(
-                f"choice must be a list of strings or numbers, got {short_repr(value)}"
-            )
-    return list(value)
+    if not isinstance(value, list) or not all(map(_is_option, value)):
+        raise OptionError(f"choice must be a list of strings or numbers, got {short_repr(value)}")
+    return value
+
+
+def _is_option(value: object) -> bool:
+    return isinstance(value, (str, int, float)) and not isinstance(value, bool)
 
 
 def _read_structural_tag(value: object, check: bool, **options: Any) -> GrammarSpec:
