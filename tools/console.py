@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from graft.cudagraph.errors import GraftError
+from graft.native.errors import GraftError
 
 #: Exit status if a GraftError or OSError ended the program.
 REFUSED = 2

@@ -12,8 +12,6 @@ import threading
 import time
 from collections.abc import Iterator
 
-from tqdm import tqdm
-
 #: Compilation time of this process in seconds after which the progress is shown.
 DELAY_S = 1.0
 #: Interval at which the elapsed time is updated.
@@ -64,6 +62,8 @@ def _display(name: str, finished: threading.Event) -> None:
     start = time.monotonic() - _spent_s
     if finished.wait(max(0.0, DELAY_S - _spent_s)):
         return
+    from tqdm import tqdm  # its import takes as long as that of the CUDA bindings
+
     with tqdm(bar_format="{desc}", leave=False) as bar:
         while not finished.is_set():
             seconds = time.monotonic() - start

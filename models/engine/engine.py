@@ -17,13 +17,11 @@ import os
 import sys
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
-
-from tqdm import tqdm
 
 from graft.cudagraph.device import Device, open_device
 from graft.cudagraph.driver.driver import is_forked, prepare_driver_call
@@ -510,11 +508,12 @@ class Engine:
         samples = _expand_samples(requests)
         ids: list[str] = []
         outputs: dict[str, Output] = {}
-        with tqdm(total=len(samples), disable=not progress, unit="request") as bar:
+        with _progress_bar(len(samples)) if progress else nullcontext() as bar:
             for event in self._stream(samples, ids):
                 if event.output is not None:
                     outputs[event.id] = event.output
-                    bar.update()
+                    if bar is not None:
+                        bar.update()
         self._update_forced_tokens()
         return [outputs[request_id] for request_id in ids]
 
@@ -763,6 +762,13 @@ def _has_id(request: Request) -> bool:
     The caller may have passed an object that is not a `Request`; `Admission.admit` refuses it.
     """
     return isinstance(getattr(request, "id", None), str)
+
+
+def _progress_bar(total: int) -> AbstractContextManager[Any]:
+    """Return a progress bar of `total` requests."""
+    from tqdm import tqdm  # its import takes as long as that of the CUDA bindings
+
+    return tqdm(total=total, unit="request")
 
 
 def _expand_samples(requests: Iterable[Request]) -> list[Request]:

@@ -701,7 +701,10 @@ def test_standard_streams_raise_errors_of_stdout_and_ignore_errors_of_stderr(mon
 
 
 def test_interrupt_during_imports_prints_one_line(monkeypatch, capsys):
-    """Ctrl-C during the imports, which take most of the startup time, prints no traceback."""
+    """Ctrl-C during the imports, which take most of the startup time, prints no traceback.
+
+    The module of the command and the text for ``--help`` need few imports.
+    """
 
     class Interrupt:
         def find_spec(self, name, *_):
@@ -712,7 +715,11 @@ def test_interrupt_during_imports_prints_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "meta_path", [Interrupt(), *sys.meta_path])
     assert cli.main(["--version"]) == 130
     assert capsys.readouterr().err == "graft: interrupted\n"
-    source = "import sys; import graft.tools.cli; sys.exit('numpy' in sys.modules)"
+    source = (
+        "import sys; import graft.tools.cli\n"
+        "try: graft.tools.cli.main(['--help'])\n"
+        "finally: sys.exit('numpy' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", source]).returncode == 0
 
 

