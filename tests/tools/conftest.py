@@ -42,9 +42,9 @@ def server(engine):
 @pytest.fixture(scope="module")
 def client(server):
     """Return OpenAI's client for the server. It does not retry failed requests."""
-    import openai
+    from serving_util import open_client
 
-    with openai.OpenAI(base_url=server.url, api_key="key", max_retries=0) as client:
+    with open_client(server.url, "key") as client:
         yield client
 
 

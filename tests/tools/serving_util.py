@@ -70,6 +70,23 @@ def run_server(engine, drain_s=20.0, access_log=False, **settings):
         assert not thread.is_alive()
 
 
+def open_client(url, api_key="-", **options):
+    """Return OpenAI's client. It does not retry failed requests.
+
+    It loads no certificates, because that takes longer than many requests.
+    """
+    http = openai.DefaultHttpxClient(verify=False)
+    return openai.OpenAI(base_url=url, api_key=api_key, max_retries=0, http_client=http, **options)
+
+
+def open_async_client(url, api_key="-", **options):
+    """Return the asynchronous client that corresponds to `open_client`."""
+    http = openai.DefaultAsyncHttpxClient(verify=False)
+    return openai.AsyncOpenAI(
+        base_url=url, api_key=api_key, max_retries=0, http_client=http, **options
+    )
+
+
 def wait_for(condition, seconds=60.0):
     """Wait until a condition holds; fail after a time limit in seconds."""
     end = time.monotonic() + seconds
@@ -182,19 +199,14 @@ async def run_load(url, requests, count, on_end=None):
 
     # Disable keep-alive: the server could close an idle connection just when the client sends
     # the next request on it.
-    async with openai.AsyncOpenAI(
-        base_url=url,
-        api_key="-",
-        max_retries=0,
-        timeout=600.0,
-        default_headers={"connection": "close"},
-    ) as client:
+    options = {"timeout": 600.0, "default_headers": {"connection": "close"}}
+    async with open_async_client(url, **options) as client:
         return await asyncio.gather(*(send(client, i) for i in range(count)))
 
 
 def run_sequentially(url, requests):
     """Send requests one after the other, and return their response choices."""
-    with openai.OpenAI(base_url=url, api_key="-", max_retries=0) as client:
+    with open_client(url) as client:
         return [chat(client, **fields).choices[0] for _, fields in requests]
 
 

@@ -13,7 +13,7 @@ httpx = pytest.importorskip("httpx", reason="the package httpx is not installed"
 
 from engine_util import demo_engine  # noqa: E402
 from reference_language import LanguageBackend  # noqa: E402
-from serving_util import chat, run_server  # noqa: E402
+from serving_util import chat, open_client, run_server  # noqa: E402
 
 PATTERN = r'\{"ids": \[[1-9][0-9]*(, [1-9][0-9]*)*\]\}'
 
@@ -34,7 +34,7 @@ def server(engine, request):
 
 @pytest.fixture
 def client(server):
-    with openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as opened:
+    with open_client(server.url) as opened:
         yield opened
 
 

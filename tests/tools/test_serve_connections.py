@@ -22,7 +22,7 @@ for package in ("starlette", "uvicorn", "prometheus_client"):
 openai = pytest.importorskip("openai", reason="the package openai is not installed")
 pytest.importorskip("httpx", reason="the package httpx is not installed")
 
-from serving_util import run_server, wait_for  # noqa: E402
+from serving_util import open_client, run_server, wait_for  # noqa: E402
 
 from graft.tools.serve import app, connections  # noqa: E402
 
@@ -74,7 +74,7 @@ def test_server_serves_others_while_many_connections_are_silent(max_files, num_s
     ):
         try:
             url = re.search(r"http://\S+", process.stdout.readline())[0]
-            with openai.OpenAI(base_url=url, api_key="-", max_retries=0, timeout=20) as client:
+            with open_client(url, timeout=20) as client:
                 for i in range(num_silent):
                     data = HALF_HEADER if i % 2 else b""
                     sockets.enter_context(connect(url, data))
@@ -127,7 +127,7 @@ def test_server_at_connection_limit_closes_only_waiting_connections(engine):
     """At the limit, silent connections are closed. Connections with a running request stay open."""
     with (
         run_server(engine) as server,
-        openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
+        open_client(server.url) as client,
         contextlib.ExitStack() as sockets,
     ):
         server.server_state.limit = 4
@@ -151,7 +151,7 @@ def test_server_does_not_count_requests_without_complete_body(engine):
     """Requests whose body is incomplete do not count towards the limit on waiting requests."""
     with (
         run_server(engine, max_waiting=1 - engine.options.max_batch_size) as server,
-        openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
+        open_client(server.url) as client,
         contextlib.ExitStack() as sockets,
     ):
         for _ in range(3):
@@ -165,7 +165,7 @@ def test_server_limits_size_of_bodies_that_arrive_at_once(engine, monkeypatch):
     monkeypatch.setattr(app, "MAX_RECEIVED_BYTES", 700)
     with (
         run_server(engine, max_body_bytes=600) as server,
-        openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
+        open_client(server.url) as client,
         connect(server.url, HALF_BODY + b"a" * 500),
     ):
         wait_for(lambda: server.service._received_bytes > 500)

@@ -32,6 +32,8 @@ from serving_util import (  # noqa: E402
     chat,
     check_load,
     load_requests,
+    open_async_client,
+    open_client,
     response_format,
     run_load,
     run_sequentially,
@@ -56,7 +58,7 @@ def test_server_concurrent_requests_equal_sequential_ones(engine, server):
     requests = list(itertools.islice(itertools.cycle(kinds), 28))
 
     async def send_all():
-        async with openai.AsyncOpenAI(base_url=server.url, api_key="key", max_retries=0) as client:
+        async with open_async_client(server.url, "key") as client:
             calls = [chat(client, **fields, max_tokens=24) for fields in requests]
             return await asyncio.gather(*calls)
 
@@ -106,10 +108,7 @@ def test_server_cancels_requests_of_disconnected_clients(server, client, http, s
 
 
 def test_server_returns_429_when_full_and_finishes_requests_while_draining(engine, http, steps):
-    with (
-        run_server(engine, max_waiting=-7) as server,
-        openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
-    ):
+    with run_server(engine, max_waiting=-7) as server, open_client(server.url) as client:
         steps.release(4)
         chunks = iter(client.completions.create(model="demo", stream=True, **LONG_REQUEST))
         next(chunks)
@@ -125,10 +124,7 @@ def test_server_returns_429_when_full_and_finishes_requests_while_draining(engin
 
 
 def test_server_drain_timeout_ends_streams_with_error(engine, steps):
-    with (
-        run_server(engine, drain_s=0.0) as server,
-        openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
-    ):
+    with run_server(engine, drain_s=0.0) as server, open_client(server.url) as client:
         steps.release(4)
         chunks = iter(client.completions.create(model="demo", stream=True, **LONG_REQUEST))
         next(chunks)
@@ -148,10 +144,7 @@ def test_server_reports_engine_failure(engine, http, monkeypatch):
     def fail():
         raise RuntimeError("the device burns")
 
-    with (
-        run_server(engine) as server,
-        openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
-    ):
+    with run_server(engine) as server, open_client(server.url) as client:
         monkeypatch.setattr(engine, "step", fail)
         for _ in range(2):
             with pytest.raises(openai.InternalServerError, match="the device burns") as caught:

@@ -34,7 +34,7 @@ for package in ("starlette", "uvicorn", "prometheus_client"):
 openai = pytest.importorskip("openai", reason="the package openai is not installed")
 jsonschema = pytest.importorskip("jsonschema", reason="the package jsonschema is not installed")
 
-from serving_util import response_format, run_server  # noqa: E402
+from serving_util import open_async_client, response_format, run_server  # noqa: E402
 
 PERSON = {
     "type": "object",
@@ -469,7 +469,7 @@ async def check_table(url: str, name: str, parity: int, step: int) -> list[str]:
             return f"{row} / {column} / {stream=}: {parts} {error}"
         return ""
 
-    async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0) as client:
+    async with open_async_client(url) as client:
         failures = await asyncio.gather(
             *(
                 check(client, row, column, (i + j) % 2 == parity)

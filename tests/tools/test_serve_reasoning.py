@@ -16,7 +16,7 @@ for package in ("starlette", "uvicorn", "prometheus_client"):
 openai = pytest.importorskip("openai", reason="the package openai is not installed")
 
 from request_util import chat_request  # noqa: E402
-from serving_util import PERSON, chat, response_format, run_server  # noqa: E402
+from serving_util import PERSON, chat, open_client, response_format, run_server  # noqa: E402
 
 
 @pytest.mark.parametrize("size", [1, 4, 100])
@@ -130,7 +130,7 @@ def test_server_applies_grammar_after_reasoning(engine, stream):
     }
     with (
         run_server(engine, reasoning_parser="deepseek_r1") as server,
-        openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
+        open_client(server.url) as client,
     ):
         response = chat(client, **fields)
         if stream:
@@ -148,7 +148,7 @@ def test_thinking_token_budget_limits_reasoning_before_free_text(engine):
     fields = {"temperature": 1.5, "seed": 3, "return_token_ids": True, "ignore_eos": True}
     with (
         run_server(engine, reasoning_parser="deepseek_r1") as server,
-        openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
+        open_client(server.url) as client,
     ):
         choice = chat(client, thinking_token_budget=12, max_tokens=30, **fields).choices[0]
     assert "</think>" in engine.tokenizer.decode(choice.token_ids[:12], special=True)
@@ -163,7 +163,7 @@ def test_reasoning_is_left_out_or_part_of_the_content_on_request(engine, stream)
     texts = {}
     with (
         run_server(engine, reasoning_parser="deepseek_r1") as server,
-        openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
+        open_client(server.url) as client,
     ):
         for name in ("", "include_reasoning", "separate_reasoning"):
             response = chat(client, **fields, **({name: False} if name else {}))

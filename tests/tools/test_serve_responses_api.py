@@ -19,7 +19,7 @@ pydantic = pytest.importorskip("pydantic", reason="the package pydantic is not i
 from openai.types.responses import Response, ResponseStreamEvent  # noqa: E402
 from request_util import api_request, chosen_tools  # noqa: E402
 from scripted_model import Script, write_scripted_model  # noqa: E402
-from serving_util import PERSON, PROMPT, chat, response_format, run_server  # noqa: E402
+from serving_util import PERSON, PROMPT, chat, open_client, response_format, run_server  # noqa: E402
 
 from graft.tools.serve.completion_writer import ResponseChoice  # noqa: E402
 from graft.tools.serve.errors import ApiError  # noqa: E402
@@ -520,7 +520,7 @@ def thinker(tmp_path_factory):
     with (
         Engine(folder, folder, max_batch_size=2, max_length=512) as engine,
         run_server(engine, reasoning_parser="qwen3") as server,
-        openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
+        open_client(server.url) as client,
     ):
         yield client
 

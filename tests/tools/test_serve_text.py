@@ -2,11 +2,10 @@
 
 import random
 
-import openai
 import pytest
 from bigram_model import Script, make_bigram_model
 from request_util import feed_calls
-from serving_util import run_server
+from serving_util import open_client, run_server
 
 from graft.models.drafters import NGram
 from graft.models.engine.engine import Engine
@@ -23,10 +22,7 @@ def client(tmp_path_factory):
     """A client of a server whose model writes the script, with up to seven drafts per round."""
     folder = make_bigram_model(tmp_path_factory.mktemp("bigram"), SCRIPT)["target"]
     with Engine(folder, NGram, draft_length=7, max_batch_size=2) as engine:
-        with (
-            run_server(engine) as server,
-            openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
-        ):
+        with run_server(engine) as server, open_client(server.url) as client:
             yield client
         assert sum(engine.stats.accepted) > 0
 

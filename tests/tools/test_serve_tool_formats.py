@@ -16,7 +16,7 @@ for package in ("starlette", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason="the extra serve is not installed")
 openai = pytest.importorskip("openai", reason="the package openai is not installed")
 
-from serving_util import chat, run_server  # noqa: E402
+from serving_util import chat, open_client, run_server  # noqa: E402
 
 SCHEMAS = {
     "town": {
@@ -84,9 +84,12 @@ MARKERS |= {"[TOOL_CALLS]": True, "[ARGS]": True, "<|python_tag|>": True}
 UNKNOWN = '<tool_call>\n{"name": "town2", "arguments": {"city": 1}}\n</tool_call>'
 
 
-def scripts():
+def scripts(form):
+    """Return the scripts of a model that writes calls in one notation."""
     found = {"unknown": Script(UNKNOWN), "prose": Script("No call here, 京. [1] {2}")}
     for name, (one, two) in CASES.items():
+        if name.split("/")[0] != form:
+            continue
         key = name.replace("/", "-")
         found[f"{key}-one"] = Script(one)
         found[f"{key}-two"] = Script(two)
@@ -97,19 +100,21 @@ def scripts():
     return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_scripted_model(tmp_path_factory.mktemp("tools"), scripts(), added=MARKERS)
+@pytest.fixture(scope="module", params=sorted(TOOL_FORMATS))
+def form(request):
+    return request.param
 
 
 @pytest.fixture(
     scope="module", params=["drafts", pytest.param("no drafts", marks=pytest.mark.full)]
 )
-def engine(request, folder):
-    """Return an engine. If it has drafts, the model is its own drafter.
+def engine(request, form, tmp_path_factory):
+    """Return an engine with a model that writes the notation.
 
-    With drafts, the grammars run as automata on the device, in loops that have no host steps.
+    If the engine has drafts, the model is its own drafter. With drafts, the grammars run as
+    automata on the device, in loops that have no host steps.
     """
+    folder = write_scripted_model(tmp_path_factory.mktemp(form), scripts(form), added=MARKERS)
     has_drafts = request.param == "drafts"
     drafter, generation = (folder, "graph") if has_drafts else (None, "rounds")
     with Engine(folder, drafter, max_batch_size=8, max_length=512, generation=generation) as engine:
@@ -118,13 +123,10 @@ def engine(request, folder):
         assert set(engine.stats.rounds_by_kind) == ({"loop"} if has_drafts else {"host"})
 
 
-@pytest.fixture(scope="module", params=sorted(TOOL_FORMATS))
-def ask(request, engine):
+@pytest.fixture(scope="module")
+def ask(form, engine):
     """Return a function that returns content, calls and finish reason of a response."""
-    with (
-        run_server(engine, tool_call_parser=request.param) as server,
-        openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
-    ):
+    with run_server(engine, tool_call_parser=form) as server, open_client(server.url) as client:
 
         def ask(script, **fields):
             messages = [{"role": "user", "content": f"Write <script:{script}>"}]
@@ -135,7 +137,7 @@ def ask(request, engine):
                 return response
             return read_stream(response) if fields.get("stream") else read_response(response)
 
-        ask.form = request.param
+        ask.form = form
         ask.token_id = engine.tokenizer.backend.token_to_id
         yield ask
 
@@ -194,12 +196,12 @@ def test_model_can_write_calls(ask, stream, choice):
         assert ask(f"{key}-one", **fields) == one
         assert ask(f"{key}-two", **fields) == (one if choice == "named" else both)
         assert ask(f"{key}-two", parallel_tool_calls=False, **fields) == one
-        if f"{key}-spelled" in scripts():
+        if f"{key}-spelled" in scripts(ask.form):
             assert ask(f"{key}-spelled", **fields) == one
-        if f"{key}-text" in scripts() and choice == "auto":
+        if f"{key}-text" in scripts(ask.form) and choice == "auto":
             assert ask(f"{key}-text", **fields) == (BEFORE, *both[1:])
             assert ask(f"{key}-text", parallel_tool_calls=False, **fields) == (BEFORE, *one[1:])
-    text = scripts()["prose"].text
+    text = scripts(ask.form)["prose"].text
     if choice == "auto":
         assert ask("prose", **fields) == (text, [], "stop")
 
@@ -248,7 +250,7 @@ def test_required_call_is_complete_within_max_tokens(ask):
 def test_special_tokens_of_a_notation_are_generated_and_read(ask):
     """Calls are also parsed if the model spells the special tokens."""
     for key in cases_of(ask.form):
-        text = scripts()[f"{key}-one"].text
+        text = scripts(ask.form)[f"{key}-one"].text
         special = [name for name in MARKERS if MARKERS[name] and name in text]
         assert markers_of(ask, f"{key}-one")[:1] == special[:1]
         if special:
