@@ -33,11 +33,14 @@ _error_detail: Callable[[bool], str] | None = None
 def _after_fork() -> None:
     """Mark this process as a forked child, in which `call` refuses driver calls.
 
-    The child does not have the reaper, the thread that frees driver resources, so ``flush()`` would
-    wait for it in vain. Closing the gate, through which native threads enter Python, makes
-    ``flush()`` return at once.
+    A child of a process that has not opened a device may open one itself. Any other child does not
+    have the reaper, the thread that frees driver resources, so ``flush()`` would wait for it in
+    vain. Closing the gate, through which native threads enter Python, makes ``flush()`` return at
+    once.
     """
     global _forked
+    if _context is None and _reopen is None:
+        return
     _forked = True
     _native.close_gate(0.0)
 
@@ -46,7 +49,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def is_forked() -> bool:
-    """Return whether this process is a forked child, in which driver calls are refused."""
+    """Return whether this process was forked from a process that had opened a device."""
     return _forked
 
 

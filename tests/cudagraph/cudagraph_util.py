@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import run_forked
 
 from graft import native
 from graft.cudagraph import Device, Graph, GraphExec, HostWorkError, Stream
@@ -176,8 +177,8 @@ def run_python(code: str, *arguments: str, **environment: str) -> Finished:
 
 
 def run_program(code: str, *arguments: str, **environment: str) -> Finished:
-    """Run PRELUDE (imports, a device and a stream) and then the code, in a new process."""
-    return run_python(PRELUDE + code, *arguments, **environment)
+    """Run PRELUDE (imports, a device and a stream) and then the code, in a forked process."""
+    return run_forked(PRELUDE + code, *arguments, env={**os.environ, **environment})
 
 
 def compile_library(source: str, folder: Path, name: str = "work.so") -> Path:

@@ -16,6 +16,7 @@ from cudagraph_util import (
     run_program,
     run_python,
 )
+from fork_server import run_forked
 
 import graft.cudagraph
 from graft.cudagraph import DeadlineError, Device, DeviceError, Stream, StreamLane, open_device
@@ -115,7 +116,7 @@ def test_soft_device_rejects_cupy_import(device: Device) -> None:
 def test_open_device_cuda_without_driver_raises_device_error() -> None:
     if not chooser.probe_cuda()[1]:
         pytest.skip("there is a CUDA device")
-    done = run_python(
+    done = run_forked(
         "from graft.cudagraph.device import open_device\n"
         "from graft.cudagraph.errors import DeviceError\n"
         "try: open_device('cuda')\n"
@@ -191,7 +192,7 @@ PROGRAMS = [
     "code", PROGRAMS, ids=["graph", "picture", "conditional", "host-step-in-body", "pinned"]
 )
 def test_readme_example_prints_documented_output(code: str) -> None:
-    done = run_python(code)
+    done = run_forked(code)
     assert done.stdout.strip() == code.strip().rpartition("# ")[2], done.stderr
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cudagraph_util import run_program
+from cudagraph_util import PRELUDE, run_program, run_python
 
 from graft.cudagraph import Device, Kernel, KernelError, Stream, StreamLane, load_text
 from graft.cudagraph.driver.driver import call, cu
@@ -380,7 +380,7 @@ for name in ("a", "b"):
 
 def test_kernel_cache_warns_about_failed_writes_once(tmp_path: Path) -> None:
     """A warning about a full disk is printed once, not for every kernel, without a source line."""
-    done = run_program(WRITING, GRAFT_DEVICE="soft", GRAFT_CACHE=str(tmp_path))
+    done = run_python(PRELUDE + WRITING, GRAFT_DEVICE="soft", GRAFT_CACHE=str(tmp_path))
     assert done.returncode == 0
     words = f"compiled kernels cannot be written to the cache {tmp_path}: File too large"
     assert done.stderr == f"graft:1: UserWarning: {words}\n"

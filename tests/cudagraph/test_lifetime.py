@@ -16,6 +16,7 @@ from cudagraph_util import (
     replay,
     resident_kib,
     run_program,
+    run_python,
     wait_for_records,
     wait_until,
     wait_until_freed,
@@ -227,6 +228,29 @@ def test_forked_child_raises_and_exits_while_parent_continues() -> None:
     assert done.returncode == 0, done.stderr
     assert "child: cuGraphLaunch: this process was forked" in done.stdout
     assert "parent: 7 8" in done.stdout and done.stderr == ""
+
+
+FORKED_BEFORE_DEVICE = """
+import os, sys
+from graft.cudagraph import *
+child = os.fork()
+device = open_device()
+graph = Graph(device, "after fork")
+calls = []
+graph.lane("main").host(lambda: calls.append(1))
+executable = graph.instantiate()
+executable.launch(device.stream())
+executable.synchronize(60)
+if child:
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+sys.exit(len(calls) - 1)
+"""
+
+
+def test_process_that_was_forked_before_its_parent_opened_a_device_opens_one() -> None:
+    done = run_python(FORKED_BEFORE_DEVICE)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
 
 
 UNRECORDED = """

@@ -1,8 +1,6 @@
-"""Script of the conformance test: call every driver function in one state of the driver.
+"""Program of the conformance test: call every driver function in one state of the driver.
 
-Usage: ``python conformance_child.py STATE IMAGE``. STATE is a key of ``STATES``, such as
-"before-init". IMAGE is a file with the compiled kernels of ``TEXT``. The script writes a JSON list
-with one entry [function, case, expected code, returned code] per call.
+``main`` writes a JSON list with one entry [function, case, expected code, returned code] per call.
 
 Functions are called at the addresses that cuGetProcAddress returns. All arguments are passed as
 64-bit words, so that every function can be called in the same way, also with invalid arguments.
@@ -516,12 +514,10 @@ STATES: dict[str, Callable[[Driver, bytes], Iterator[Row]]] = {
 }
 
 
-def main(state: str, image: Path) -> int:
-    """Write the error codes that the functions return in one state as JSON."""
+def main(state: str, image: Path) -> None:
+    """Write the error codes that the functions return in one state as JSON.
+
+    `state` is a key of `STATES`. `image` is a file with the compiled kernels of `TEXT`.
+    """
     rows = STATES[state](Driver(), image.read_bytes())
     json.dump(list(rows), sys.stdout)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2])))

@@ -6,14 +6,10 @@ new device in a child process, for example to test faults.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
-import json
 import os
-import signal
 import subprocess
-import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Sequence
@@ -22,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
+from fork_server import run_forked
 
 from graft.cudagraph.driver import chooser, softstats
 from graft.cudagraph.errors import DeviceError
@@ -424,77 +420,13 @@ def in_threads(body: Callable[[Any], Any], *arguments: Any) -> list[Any]:
 @functools.cache
 def device() -> Soft:
     """Return the soft device of this process. Skip the calling test if another driver is loaded."""
+    import pytest  # child processes import this file and do not need pytest
+
     try:
         return Soft()
     except DeviceError as error:
         pytest.skip(str(error))
 
-
-def child(request: dict[str, Any]) -> None:
-    """Execute one request of the fork server in this forked child process, and exit."""
-    for descriptor, path in ((1, request["out"]), (2, request["err"])):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-    signal.alarm(request["limit"])  # terminates a process that hangs, even in native code
-    os.environ.clear()
-    os.environ.update(request["env"])
-    exec(compile(request["code"], "<child>", "exec"), {"__name__": "__main__"})
-    sys.exit()  # a regular exit, so that finalization and static destructors run
-
-
-def serve() -> None:
-    """Run the fork server: fork a child process for each request and print its exit status.
-
-    A request is a line of JSON on standard input. If a signal has killed the child process, the
-    exit status is the negative number of this signal.
-    """
-    import cuda.bindings.driver  # noqa: F401
-
-    for line in sys.stdin:
-        request = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            child(request)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-
-
-class _ForkServer:
-    """A process that has imported NumPy and cuda.bindings and forks a child process per request.
-
-    Each test of a fault needs a new process, and starting a Python interpreter takes a second. The
-    fork server itself does not open a device. A child process that is forked after cuInit could not
-    use the device.
-    """
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", "import softcuda_util; softcuda_util.serve()"],
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
-        )
-        atexit.register(self.close)
-
-    def close(self) -> None:
-        """Kill the process and close the pipes to it."""
-        with self.process:
-            self.process.kill()
-
-    def run(self, code: str, env: dict[str, str], limit: int) -> subprocess.CompletedProcess[str]:
-        with tempfile.TemporaryDirectory(prefix="softcuda-child-") as folder:
-            out = Path(folder) / "out"
-            err = Path(folder) / "err"
-            request = {"code": code, "env": env, "out": str(out), "err": str(err), "limit": limit}
-            assert self.process.stdin is not None and self.process.stdout is not None
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-            status = int(self.process.stdout.readline())
-            stdout = out.read_text(errors="replace")
-            stderr = err.read_text(errors="replace")
-            return subprocess.CompletedProcess(code, status, stdout, stderr)
-
-
-_fork_server = functools.cache(_ForkServer)
 
 PRELUDE = """
 import ctypes, sys, threading, time
@@ -511,7 +443,7 @@ def run_child(code: str, limit: int = 30, **env: str) -> subprocess.CompletedPro
     The code can use the device as ``s`` and ``cuda.bindings.driver`` as ``d``.
     `limit` is the time limit in seconds. `env` contains additional environment variables.
     """
-    return _fork_server().run(PRELUDE + textwrap.dedent(code), {**os.environ, **env}, limit)
+    return run_forked(PRELUDE + textwrap.dedent(code), env={**os.environ, **env}, limit_s=limit)
 
 
 def check(code: str, source: str = KERNELS, **env: str) -> str:

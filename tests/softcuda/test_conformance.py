@@ -10,12 +10,18 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import softcuda_util as util
 from conformance_child import STATES, TEXT
+from fork_server import run_forked
+
+#: Program that writes the error codes in the state that its first argument names.
+PROGRAM = """
+import pathlib, sys
+import conformance_child
+conformance_child.main(sys.argv[1], pathlib.Path(sys.argv[2]))
+"""
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -29,10 +35,7 @@ def test_conformance_error_codes_match_documentation(state, tmp_path, ptx_stub):
     image.write_bytes(util.compile_kernel(TEXT))
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SOFTCUDA_")}
     environment["SOFTCUDA_PTX_LIBRARY"] = str(ptx_stub)  # for the functions that link PTX
-    command = [sys.executable, str(util.HERE / "conformance_child.py"), state, str(image)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False, env=environment
-    )
+    done = run_forked(PROGRAM, state, str(image), env=environment)
     assert done.returncode == 0, done.stderr
     calls = json.loads(done.stdout)
     mismatches = []
