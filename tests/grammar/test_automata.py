@@ -347,16 +347,15 @@ def test_schema_pattern_automaton_has_masks_of_llguidance(pattern):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("every, limit", [(1, 300)])
-def test_real_schema_automata_have_masks_of_llguidance(shared_data, every, limit):
+def test_real_schema_automata_have_masks_of_llguidance(shared_data):
     compared = 0
-    schemas = real_schemas(shared_data, every)
+    schemas = real_schemas(shared_data, 25)
     for schema in schemas:
         spec = GrammarSpec.json_schema(schema, strict=True)
         if has_automaton(spec):
-            require_equal_masks(spec, limit)
+            require_equal_masks(spec, 300)
             compared += 1
-    assert compared > len(schemas) / 5
+    assert compared > 0.85 * len(schemas)
 
 
 def has_automaton(spec):

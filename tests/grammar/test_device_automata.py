@@ -118,6 +118,13 @@ def test_device_automaton_has_rows_of_llguidance_in_every_state(device, stream, 
             assert stamps[slot, 0].tolist() == (READY, epoch, len(text), 0)
 
 
+def host_row(spec, tokens):
+    """Return the mask row of the host's matcher after some tokens."""
+    row = np.zeros(VOCABULARY.words, np.int32)
+    assert compiled(spec).matcher(tokens=tokens).fill(row)
+    return row
+
+
 def random_tree(generator, spec, history, count, is_chain):
     """Return a tree of drafts, most of which are legal."""
     tree = chain(0)
@@ -131,9 +138,9 @@ def random_tree(generator, spec, history, count, is_chain):
     return tree
 
 
-def check_row(masks, stamps, slot, j, spec, tokens, position, epoch=1):
+def check_row(masks, stamps, slot, j, spec, tokens, position, epoch=1, row_of=oracle):
     """Compare a row with the oracle; a row without legal prefix must not be ready."""
-    expected = oracle(spec, tokens)
+    expected = row_of(spec, tokens)
     if expected is None:
         assert stamps[slot, j]["state"] == NOT_READY
         return
@@ -269,7 +276,7 @@ def table_nbytes(spec):
     return len(table_data(compiled(spec).automaton.table(), 0, 1))
 
 
-def fill_states(rig, spec, texts, epoch):
+def fill_states(rig, spec, texts, epoch, row_of=oracle):
     """Join one request per text, fill their rows and compare them with the oracle."""
     for slot in range(len(texts)):
         rig.automata.release(slot)
@@ -279,7 +286,7 @@ def fill_states(rig, spec, texts, epoch):
     rig.automata.add_open(rig.lane, rig.row_slot, 1, copied=True)
     masks, stamps = rig.rows()
     for slot, text in enumerate(texts):
-        check_row(masks, stamps, slot, 0, spec, byte_tokens(text), len(text), epoch)
+        check_row(masks, stamps, slot, 0, spec, byte_tokens(text), len(text), epoch, row_of)
 
 
 def test_row_cache_is_bounded_and_rows_stay_correct(device, stream, shape):
@@ -429,7 +436,8 @@ def test_request_is_not_promoted_if_grammar_names_its_stop_id(device, stream):
 
 
 @pytest.mark.full
-def test_device_automata_of_real_schemas_have_rows_of_llguidance(device, stream, shared_data):
+def test_device_automata_of_real_schemas_have_rows_of_host(device, stream, shared_data):
+    """The oracle is the host's matcher: the slow matcher takes minutes for some of the schemas."""
     rig = AutomatonRig(device, stream, VOCABULARY, 16, DraftMode(drafts=0))
     compared = 0
     epoch = 0
@@ -440,7 +448,7 @@ def test_device_automata_of_real_schemas_have_rows_of_llguidance(device, stream,
         texts = visiting_texts(table_of(spec), 96)
         for first in range(0, len(texts), 16):
             epoch += 1
-            fill_states(rig, spec, texts[first : first + 16], epoch)
+            fill_states(rig, spec, texts[first : first + 16], epoch, host_row)
         compared += 1
-    assert compared > 100
+    assert compared > 250
     assert rig.automata.counters()["hits"] > 0

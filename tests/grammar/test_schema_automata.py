@@ -451,11 +451,16 @@ def real_schemas(shared_data: Any, count: int) -> list[Any]:
     return [json.loads(line)["schema"] for line in random.Random(1).sample(lines, count)]
 
 
-@pytest.mark.parametrize("count, rows", [(12, 4), pytest.param(1000, 10, marks=pytest.mark.full)])
-def test_real_schema_automata_have_masks_of_llguidance(shared_data: Any, count: int, rows: int):
+PARTS = [pytest.param(1000, part, 10, marks=pytest.mark.full) for part in range(8)]
+
+
+@pytest.mark.parametrize("count, part, walks", [(96, 0, 4), *PARTS])
+def test_real_schema_automata_have_masks_of_llguidance(
+    shared_data: Any, count: int, part: int, walks: int
+):
     """At least 85 % of the schemas that the router accepts have automata."""
     accepted = compared = 0
-    for index, schema in enumerate(real_schemas(shared_data, count)):
+    for index, schema in enumerate(real_schemas(shared_data, count)[part::8]):
         spec = GrammarSpec.json_schema(schema, strict=None if index % 2 else True)
         try:
             grammar = resolve_for_backend(spec, "llguidance")
@@ -464,5 +469,5 @@ def test_real_schema_automata_have_masks_of_llguidance(shared_data: Any, count: 
         accepted += 1
         if compile_automaton(grammar) is not None:
             compared += 1
-            require_equal_walks(spec, rows, 40)
+            require_equal_walks(spec, walks, 40)
     assert compared >= 0.85 * accepted
