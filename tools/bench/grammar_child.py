@@ -151,6 +151,10 @@ class Graft:
         matcher.fill(self._mask)
 
     def accept(self, matcher: Any, token: int) -> bool:
+        # An engine fills a mask before each token. LLGuidance's limits apply to the work between
+        # two masks. Automata have no such limits.
+        if matcher.compiled.automaton is None:
+            matcher.fill(self._mask)
         return bool(matcher.accept(token))
 
     def rollback(self, matcher: Any, tokens: int) -> None:
