@@ -131,7 +131,10 @@ class Exchange:
 
 
 def _record_words(mode: DraftMode) -> dict[str, int]:
-    """Return the sizes of a slot's records in 32-bit words, including the ids after a struct."""
+    """Return the size of each record of a slot in 32-bit words.
+
+    The size of a record includes the ids that follow its struct.
+    """
     rows = mode.drafts + 1
     return {
         "stamps": rows * _struct_words("RowStamp"),

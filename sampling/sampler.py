@@ -1,4 +1,4 @@
-"""Groups the objects that add the sampling kernels of a round to lanes."""
+"""One object for all sampling kernels of a round. It adds them to lanes of a graph or stream."""
 
 from __future__ import annotations
 

@@ -52,7 +52,8 @@ def drop_finished() -> None:
     # The owners are dropped after `_lock` is released, because their finalizers run code of other
     # libraries.
     with _lock:
-        # Ctrl-C may interrupt these lines. The entries whose work runs must then remain.
+        # Ctrl-C may interrupt these lines. They therefore never remove an entry whose work still
+        # runs, not even temporarily.
         finished = [entry for entry in _held if _native.query_event(entry[0].handle) != NOT_READY]
         for entry in finished:
             _held.remove(entry)

@@ -161,7 +161,7 @@ def _accepts_programmatic_bodies(context: Context) -> bool:
     if _programmatic_bodies is None:
         kernel = load(context, _WAITING_KERNEL)["wait_only"]
         graph = Graph(context, "graph with a programmatic edge in a body", programmatic=True)
-        _programmatic_bodies = True  # for the body of this graph
+        _programmatic_bodies = True  # so that if_() below gives the body programmatic edges
         accepted = None
         try:
             lane = if_(graph.lane("main"), condition(graph, 0)).lane("main")

@@ -44,7 +44,7 @@ PROGRAMMATIC_MIN_CAPABILITY = 9
 PROGRAMMATIC_MIN_CUDA = 12030
 #: Kinds of nodes that the driver allows in the body of a conditional, at any depth.
 BODY_NODE_KINDS = frozenset({"kernel", "copy", "fill", "child", "if", "while", "switch"})
-#: Kinds of the two nodes of a mailbox. With `GraphLane.spinkernel`, both are kernel nodes.
+#: Kinds of the two nodes of a `Mailbox`. Both are kernel nodes if `GraphLane.spinkernel` adds them.
 _MAILBOX_NODE_KINDS = frozenset({"request", "wait"})
 #: Kinds of conditional nodes. The driver allows none in a child graph, at any depth.
 _CONDITIONAL_KINDS = frozenset({"if", "while", "switch", "conditional"})

@@ -174,12 +174,12 @@ class Mailbox:
         return (*arrays, self._kernels, self._scratch, output, self.item.keep)
 
     def add_request(self, graph: int, dependencies: list[Any], _: object) -> Any:
-        """Add the node that posts a request and return its CUgraphNode."""
+        """Add the node that posts a request to the worker, and return its CUgraphNode."""
         args = (self._counter, self._device_address(REQUEST), self._device_address(ACK))
         return self._add_kernel(graph, dependencies, self._kernels["mailbox_request"], args)
 
     def add_wait(self, graph: int, dependencies: list[Any], _: object) -> Any:
-        """Add the node that waits for the answer and return its CUgraphNode."""
+        """Add the node that waits until the worker has run the work; return its CUgraphNode."""
         if not self._spinkernel:
             return nodes.add_mailbox_wait(graph, dependencies, self._device_address(ACK))
         args = (

@@ -193,7 +193,7 @@ class DeviceAutomata:
         row = np.zeros(32 * vocabulary.words, np.uint8)
         row[: len(closing)] = closing
         self._closing = self._device.from_host(np.packbits(row, bitorder="little").view(np.uint32))
-        # Each entry that a token pushes has an opening bracket in the token's text.
+        # A token pushes at most one stack entry per opening bracket in its text.
         self._most_pushes = max(sum(map(token.count, _OPENING_BYTES)) for token in tokens)
         lengths = np.array([len(token) for token in tokens], np.int32)
         offsets = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
@@ -317,11 +317,11 @@ class DeviceAutomata:
         return False
 
     def _is_supported(self, matcher: Matcher) -> bool:
-        """Return whether kernels can take over a matcher.
+        """Return whether kernels can run the automaton of a matcher from its current state on.
 
-        The matcher must run an automaton that names no stop id, and must not have terminated. Its
-        stop ids and its stack must fit into `AUTOMATON_SLOT`, and no token may push too many
-        entries.
+        The matcher must run an automaton that never reads the text of a stop id, and must not have
+        terminated. Its stop ids and its stack must fit into `AUTOMATON_SLOT`, and no token of the
+        vocabulary may push more than `_MAX_PUSHES` entries.
         """
         native = matcher.native
         if not isinstance(native, _native.guide.AutomatonMatcher) or native.names_stop:

@@ -97,7 +97,8 @@ def _blocks(
     """Divide the numbers in ascending `ranges` into blocks of `size` numbers.
 
     Return the ranges of the blocks of which all numbers are in `ranges`. Also return each block of
-    which only some numbers are in `ranges`, with the ranges of these numbers, which begin at 0.
+    which only some numbers are in `ranges`, with the ranges of these numbers, counted from the
+    beginning of the block.
     """
     whole = []
     parts: dict[int, list[tuple[int, int]]] = {}

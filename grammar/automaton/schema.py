@@ -187,7 +187,7 @@ class Document:
         self.reader = SchemaReader(schema)
         self._rules = rules
         self._layout = layout
-        self._size = 0  # number of integers in the results of `_item`
+        self._size = 0  # size of all results of `_item`, which raises an error if it is too large
         self._anything: Expression | None = None
         # Rules of objects and arrays by identity; None while the rule is built, unless a part of it
         # refers to it.
@@ -234,7 +234,10 @@ class Document:
         return self._anything
 
     def _item(self, parts: list[Expression]) -> Expression:
-        """Return the concatenation of the parts of an item or member."""
+        """Return the concatenation of the parts of an item or member.
+
+        Raise `NoAutomaton` if the results of all calls together are too large.
+        """
         item = concat(parts)
         self._size += len(item)
         if self._size > MAX_BUILT:
@@ -327,7 +330,10 @@ class Document:
     def _limited(
         self, items: list[tuple[Expression, int, int | None]], low: int, high: int | None
     ) -> Expression:
-        """Return the members of an object with at least or at most one optional property."""
+        """Return the members of objects whose number of optional properties is limited.
+
+        There is at least one optional property if `low` is 1, and at most one if `high` is 1.
+        """
         choices = []
         for chosen, (_, is_required, _) in enumerate(items):
             if is_required:
@@ -390,7 +396,7 @@ class Document:
                 for before in range(high + 1)
             )
         options = []
-        for gaps in counts:  # the limit of `_item` ends the loop if there are too many
+        for gaps in counts:  # `_item` raises NoAutomaton if there are too many
             items = [(other, *gaps[0])]
             for expression, gap in zip(required, gaps[1:], strict=True):
                 items += [(expression, 1, 1), (other, *gap)]

@@ -143,7 +143,7 @@ def _in_any_spelling(ranges: Ranges) -> Expression:
 def _in_string(ranges: Ranges) -> Expression:
     """Return the expression of one character of the ranges, as a string may contain it.
 
-    See the module for the characters that may be escapes.
+    The docstring of this module says which characters may also be written as escapes.
     """
     escaped = ranges if intersection(ranges, _NOT_PRINTABLE_ASCII) else ()
     return spelled(tuple(ranges), tuple(escaped))

@@ -3,7 +3,7 @@
 Automata and LLGuidance cannot compare the items of an array. The rules of a schema therefore ignore
 ``uniqueItems``, and a native matcher (native/guide/unique/) removes from the mask rows the tokens
 that repeat an item, and those after which every completion repeats an item. For this, the native
-matcher must know which arrays have different items, and which values can complete an item. The
+matcher must know which arrays must have different items, and which values their items can have. The
 shapes that `unique_shapes` returns describe both.
 """
 
@@ -47,14 +47,16 @@ class NoUniqueItems(NoExactForm):
 
 
 class Shape(NamedTuple):
-    """The values at a place of a document; see ``Shape`` in native/guide/unique/shapes.h.
+    """The values at a place of a document.
 
-    Shapes are numbered. The number -1 stands for values that need not be followed.
+    ``Shape`` in native/guide/unique/shapes.h says which shapes are counted, and what open arrays
+    and objects are. Shapes and automata are numbered by their index in `UniqueShapes`. The shape -1
+    is that of values that are not counted and contain no array whose items must differ.
 
     Attributes
     ----------
     counted
-        Whether the shape describes the values exactly, as far as they are not open.
+        Whether the shape describes the values exactly, except for open arrays and objects.
     scalars
         Number of the automaton of the strings, numbers, booleans and null; -1 if there are none or
         if the shape is not counted.
@@ -63,7 +65,7 @@ class Shape(NamedTuple):
     unique
         Whether the items of an array must differ.
     open_arrays, open_objects
-        Whether every incomplete array or object can become infinitely many values.
+        Whether every incomplete array or object can be completed to infinitely many values.
     items, prefix
         Shapes of the items of an array, and of its first items.
     low, high
@@ -74,7 +76,7 @@ class Shape(NamedTuple):
         Listed names in the order of the schema: name, shape, and the alternatives that allow and
         those that require the property, as bits.
     patterns
-        Other names: number of their automaton, and shape.
+        Patterns of other names: number of the automaton of the names, and shape.
     additional
         Shape of all other properties.
     """

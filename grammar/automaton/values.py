@@ -116,10 +116,11 @@ class Union:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The values that `SchemaReader.resolve` returns for a target.
+    """A set of values that `SchemaReader.resolve` looks up by its name `target`.
 
-    The target is that of a ``$ref``, or the name of an intersection with such values. References
-    are resolved only when the values are lowered, so intersections may be recursive.
+    `target` is the target of a ``$ref``, or a name that the reader gave to an intersection of which
+    one set is a `Reference`. References are resolved only when the values are lowered, so
+    intersections may be recursive.
     """
 
     target: str
@@ -132,7 +133,7 @@ NULL = Null()
 NOTHING = Union([])
 _BOOLEANS = Booleans()
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
-#: Keywords that apply other schemas or values to the same value.
+#: Keywords that list the allowed values, or contain further schemas for the same value.
 _APPLICATORS = frozenset(["const", "enum", "allOf", "anyOf", "oneOf", "$ref"])
 _ASSERTIONS = word_set(
     """type items additionalItems prefixItems minItems maxItems properties additionalProperties

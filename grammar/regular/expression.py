@@ -164,14 +164,17 @@ def members(
 
 
 def both(first: Expression, second: Expression) -> Expression:
-    """Return the expression of the texts that both expressions match; neither may contain calls."""
+    """Return the expression of the texts that both expressions match.
+
+    Neither expression may contain a `call`.
+    """
     return [*first, *second, _BOTH]
 
 
 def minus(first: Expression, second: Expression) -> Expression:
     """Return the expression of the texts that `first` matches and `second` does not.
 
-    Neither expression may contain calls.
+    Neither expression may contain a `call`.
     """
     return [*first, *second, _MINUS]
 

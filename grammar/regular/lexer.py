@@ -18,8 +18,9 @@ __all__ = ["conflicts", "is_nullable"]
 #: Maximum number of lexer states that `_Lexer.conflicts` visits before it stops the search.
 _MAX_STATES = 2000
 
-#: Maximum number of steps of this search. A state is a set of positions (`_Positions`). A visit
-#: takes one step for each of its positions and each character class that the position matches.
+#: Maximum number of steps of `_Lexer.conflicts`. A state of the lexer is a set of positions
+#: (`_Positions`). The visit of a state takes one step for each of its positions and each character
+#: class that the position matches.
 _MAX_STEPS = 500_000
 
 #: Maximum number of positions of the Glushkov automaton (`_Positions`) of a terminal. A larger
@@ -256,7 +257,10 @@ class _Following:
 
 
 def _first_bytes(ranges: Iterable[tuple[int, int]]) -> _Bytes:
-    """Return the first bytes of some characters in UTF-8, and maybe bytes that begin none."""
+    """Return the first bytes of the characters in `ranges`, encoded in UTF-8.
+
+    The result may contain further bytes with which no character begins.
+    """
     ends = ((chr(c).encode(errors="surrogatepass")[0] for c in pair) for pair in ranges)
     return frozenset(byte for low, high in ends for byte in range(low, high + 1))
 

@@ -206,7 +206,7 @@ def _eliminated(successors: list[list[int]], accepting: list[int], classes: list
 
 
 def _joined(paths: _Paths) -> str:
-    """Return a pattern that matches one of several paths."""
+    """Return a pattern that matches what any one of the patterns in `paths` matches."""
     texts = [text for text in paths if text]
     if not texts:
         return ""
@@ -217,7 +217,7 @@ def _joined(paths: _Paths) -> str:
 
 
 def _starred(paths: _Paths) -> str:
-    """Return a pattern that matches any number of paths."""
+    """Return a pattern that matches any number of repetitions of the patterns in `paths`."""
     texts = [text for text in paths if text]
     if not texts:
         return ""

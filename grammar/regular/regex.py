@@ -229,7 +229,7 @@ class _Writer:
     def search(
         self, node: Node, at_start: bool, at_end: bool, before: bool, after: bool
     ) -> Expression:
-        """Write a node, with any text `before` and `after` it."""
+        """Write a node; any text may precede it if `before`, and follow it if `after` is true."""
         assert self._anything is not None
         parts = [self.write(node, at_start, at_end)]
         if before:

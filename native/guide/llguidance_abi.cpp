@@ -404,8 +404,8 @@ class LLGuidanceMatcher final : public NativeMatcher {
 
  private:
   // Summary of a mask that LLGuidance has computed. `checksum` is the sum of the mask's words.
-  // `is_cached` is true if LLGuidance has certainly cached the mask, because it allows a token with
-  // text; false if this is not known.
+  // `is_cached` says whether the mask allows a token with text: LLGuidance has then certainly
+  // cached the mask. Otherwise, it is not known whether LLGuidance has cached it.
   struct ComputedMask {
     uint32_t checksum = 0;
     bool is_cached = false;
@@ -420,7 +420,9 @@ class LLGuidanceMatcher final : public NativeMatcher {
     bool may_be_replaced = false;  // whether a later mask may have been cached instead
     uint32_t checksum = 0;         // checksum of the last mask that was certainly cached
     size_t max_size = 0;           // longest path at which a possibly cached mask was computed
-    size_t fork = kNowhere;        // shortest length to which the path was cut since then
+    // Shortest length to which leave_path() has cut `path_` since the last mask that was certainly
+    // cached.
+    size_t fork = kNowhere;
 
     void record(const ComputedMask& computed, size_t size) noexcept {
       if (computed.is_cached) {
@@ -583,7 +585,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
   size_t size_ = 0;             // number of accepted tokens
   size_t live_size_ = 0;
   CachedMask cached_mask_;
-  bool dead_ = false;        // whether no token is legal, so that `live_` is unusable
+  bool dead_ = false;        // whether no token is legal: all calls of `live_` then fail
   bool terminated_ = false;  // whether a stop token was accepted after the other tokens
 };
 

@@ -130,8 +130,9 @@ class Marker {
   const int32_t* spelling(const Join& join) const noexcept {
     return spellings_.data() + join.spelling;
   }
-  // Return the tokens that may follow the marker, and the tokens that complete the marker after
-  // `state` of the scanner and contain further text, in ascending order.
+  // joins_after_marker() returns the tokens after the marker that begin with white space. joins()
+  // returns the tokens that complete the marker after `state` of the scanner and contain further
+  // text. Both are in ascending order.
   const std::vector<Join>& joins_after_marker() const noexcept { return joins_.back(); }
   const std::vector<Join>& joins(int32_t state) const noexcept {
     return joins_[row_index(static_cast<size_t>(state))];
@@ -195,9 +196,10 @@ class Marker {
   int32_t max_skipped_;
   // Results of joins() by row_index(), then the result of joins_after_marker().
   std::vector<std::vector<Join>> joins_;
-  std::vector<int32_t> spellings_;          // results of spelling(), one after the other
-  std::vector<int32_t> distances_;          // results of distance()
-  std::vector<int32_t> opening_distances_;  // by state of opening_step(): tokens of the opening
+  std::vector<int32_t> spellings_;  // results of spelling(), one after the other
+  std::vector<int32_t> distances_;  // results of distance()
+  // Number of tokens that complete the opening, by state of opening_step().
+  std::vector<int32_t> opening_distances_;
   int32_t max_distance_ = 0;
   int32_t max_opening_distance_ = 0;
   // Results of opening_row() and opening_illegal(), by state of opening_step(). A state up to
@@ -266,7 +268,8 @@ void Marker::make_joins() {
   for (size_t token = 0; token < tokens_.size(); ++token) {
     if (!tokens_[token].empty()) ids.try_emplace(tokens_[token], static_cast<int32_t>(token));
   }
-  // Adds a token that contains `text` after the marker, unless the text has too much white space.
+  // Adds `token`, whose part after the marker is `text`, to `joins`, unless `text` begins with too
+  // much white space or tokens cannot spell the rest of it.
   const auto add = [&](std::vector<Join>& joins, int32_t token, std::string_view text) {
     const std::string_view rest =
         text.substr(std::min(text.find_first_not_of(kSpace), text.size()));
@@ -547,8 +550,9 @@ class MarkedMatcher final : public NativeMatcher {
     if (answer_distance_ == kUnknownDistance) return kUnknownDistance;
     if (!may_open_) return marker_->distance(state_) + answer_distance_;
     const int32_t opened = marker_->opening_distance(state_) + answer_distance_;
-    // If the grammar cannot begin with a token of the opening, its shortest text is another way to
-    // complete the output.
+    // Before the first token, the output can also be completed without free text, with the shortest
+    // text of the grammar. This is certain only if no token that can belong to the opening begins a
+    // text of the grammar.
     const bool both = avoids_opening_ && opening_tokens_.empty();
     return both ? std::min(opened, answer_distance_) : opened;
   }
@@ -670,18 +674,20 @@ class MarkedMatcher final : public NativeMatcher {
     return filled;
   }
 
-  // Number of tokens that may still be written until opening and marker are complete.
+  // Returns the number of further tokens within which opening and marker must be complete;
+  // kNoBudget: no limit.
   int32_t free_tokens_left() const noexcept {
     if (max_free_tokens_ == kNoBudget) return kNoBudget;
     return max_free_tokens_ - static_cast<int32_t>(num_free_tokens_) -
            static_cast<int32_t>(opening_tokens_.size());
   }
-  // Returns the maximum number of tokens that opening and marker may need after the next token.
+  // Returns how many tokens the end of opening and marker may be away after the next token: both
+  // the limit of free tokens and, if the distance of the grammar is known, `budget` restrict this.
   int32_t max_distance_after(int32_t budget) const noexcept {
     const bool closes = budget != kNoBudget && answer_distance_ != kUnknownDistance;
     return std::min(free_tokens_left() - 1, closes ? budget - 1 - answer_distance_ : kNoBudget);
   }
-  // Return the number of tokens that opening and marker need after a token of the free text.
+  // Return how many tokens complete opening and marker after a token of the free text.
   int32_t distance_after(const Marker::Step& step) const noexcept {
     return step.found ? 0 : marker_->distance(step.state);
   }
@@ -866,20 +872,21 @@ class MarkedMatcher final : public NativeMatcher {
   int64_t num_free_tokens_ = 0;              // number of tokens of the free text after the opening
   int64_t first_undoable_ = 0;      // index of the first free-text token that can be undone
   int64_t num_grammar_tokens_ = 0;  // number of tokens of the grammar's text
-  int32_t first_size_ = 1;    // number of tokens that `inner_` has accepted for the first of them
-  int32_t marker_space_ = 0;  // white space to skip in the token that completed the marker
-  int32_t marker_size_ = 0;   // number of tokens that `inner_` has accepted for this token
+  int32_t first_size_ = 1;          // number of tokens that `inner_` has accepted for the first one
+  int32_t marker_space_ = 0;        // white-space characters after the marker in its last token
+  int32_t marker_size_ = 0;         // number of tokens that `inner_` has accepted for that token
   std::vector<int32_t> start_row_;  // see fill_start_row()
   std::vector<int32_t> skipped_;  // number of characters of each white-space token after the marker
-  int32_t state_ = 0;             // state of the opening or of the scanner
-  bool started_ = false;          // whether the marker is complete, or the output has no opening
+  int32_t state_ = 0;             // for the next call of opening_step() or Marker::step()
+  bool started_ = false;          // whether the grammar applies to the next token: the marker is
+                                  // complete, or the output does not begin with the opening
   bool stopped_ = false;          // whether a stop token has ended the free text
   // The tokens at the start of the output that match the opening or its beginning. Until the
   // opening is complete, `inner_` has also accepted the first `in_grammar_` of these tokens.
   std::vector<int32_t> opening_tokens_;
   size_t in_grammar_ = 0;
   bool may_open_;        // whether the tokens so far can become the opening
-  bool opened_ = false;  // whether the output begins with the opening
+  bool opened_ = false;  // whether the output has begun with the complete opening
 };
 
 }  // namespace

@@ -218,7 +218,7 @@ struct SlotWork {
   bool ended = false;
   ErrorText error;
   Rows rows;
-  int filled_drafts = 0;  // drafts of the last kFillRows order, for the counter forced_tokens
+  int filled_drafts = 0;  // number of drafts of the last kFillRows order; see forced_tokens
   Probed probed;
   std::array<int32_t, count::kinds> tally{};  // counts that the step adds to the worker's counters
   Usage usage;

@@ -173,7 +173,7 @@ void Worker::step(const StepRecord& record) noexcept {
       join(slot, request);
     }
     // If a pool thread still serves the slot's previous request, the new request joins in the first
-    // open step that finds the slot idle.
+    // later open step at which the slot is idle.
     if (slot.assignment.epoch != request.epoch) continue;
 
     // If the draft step chooses the drafts from a lattice of candidates, it also serves requests

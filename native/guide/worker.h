@@ -69,9 +69,9 @@ namespace graft::guide {
 
 // A request of a replay. `epoch` counts the requests that have used the slot so far. `position` is
 // the position of the request's last token when it joined the batch. `matcher` is null if the
-// request is unconstrained. `closing_end` is the exclusive upper bound of the positions of the
-// request's tokens if the output must be complete before it; -1 otherwise. The budget of the mask
-// row after the token at position p is closing_end - p - 1 (matcher.h).
+// request is unconstrained. If mask rows have a budget, the output must be complete before the
+// position `closing_end`, and the mask row after the token at position p has the budget
+// closing_end - p - 1 (matcher.h). Otherwise, `closing_end` is -1.
 struct Request {
   int32_t slot = 0;
   int32_t epoch = 0;

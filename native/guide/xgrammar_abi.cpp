@@ -254,8 +254,8 @@ class XGrammarMatcher final : public NativeMatcher {
     return follows_ + after_lead_.back().lead * words_;
   }
 
-  // The text of the first `size` accepted tokens ends with the first byte of a character: the lead
-  // that row `lead` of `ends_with_` and `follows_` describes (see the constructor).
+  // An accepted token that ends with a lead (see the constructor). `size` is the number of accepted
+  // tokens up to this token. Row `lead` of `ends_with_` and `follows_` belongs to the lead.
   struct AfterLead {
     int64_t size;
     int32_t lead;

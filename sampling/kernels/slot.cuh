@@ -29,8 +29,8 @@
 #define ADJUST_MASKED 16   // logits are stored after adjustment and masking, not before
 
 // Constants for Slot.accept_prob, the moving average of how often each draft is accepted.
-#define ACCEPT_PROB_INITIAL 0.7f        // initial value of draft 1; for draft j, its j-th power
-#define ACCEPT_PROB_DECAY 0.8f          // weight of the old value in a round that tested the draft
+#define ACCEPT_PROB_INITIAL 0.7f  // initial value of draft 1; that of draft j is its j-th power
+#define ACCEPT_PROB_DECAY 0.8f    // weight of the old value in a round that tested the draft
 #define ACCEPT_PROB_RECOVERY 0.015625f  // step towards the initial value in any other round
 
 // State of one running request, in device memory. Python accesses this struct by field name

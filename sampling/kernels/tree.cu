@@ -26,9 +26,9 @@ __device__ __forceinline__ int first_child(const TreeSize& tree, int level) {
   return level == 1 ? 0 : tree.branch + (level - 2) * tree.branch * tree.branch;
 }
 
-// Returns the row, in the temporary tree of fed nodes, of the f-th node of level - 1 that is fed to
-// the drafter. Its children are nodes of `level`. The only parent of level 1 is row 0, the slot's
-// last token.
+// Returns a row of the temporary tree (see above): that of node f among the nodes of level - 1 that
+// are fed to the drafter. The children of this node are on `level`. For level 1, it is row 0, the
+// slot's last token.
 __device__ __forceinline__ int fed_row(const TreeSize& tree, int level, int f) {
   return level == 1 ? 0 : (level - 2) * tree.branch + f + 1;
 }

@@ -229,8 +229,9 @@ def product(name: str, rows: int, columns: int, inner: int, count: int = 1) -> L
         # A tile of 256 rows loads the positions of rows before the sines and cosines.
         loads = epilogue.loads + (name == "qkv" and block == 256)
         if splits > 1:
-            # The first block of a tile stores the total of its parts, the others store each part.
-            # The last block loads all of them except the one that it has in registers.
+            # With split K, the first block of a tile stores the total of its partial sums, and the
+            # other blocks store each partial sum. The last block to arrive loads all stored sums,
+            # except the one that it still has in registers.
             one = block * outputs * 4
             stored = (_PARTS - _PARTS // splits + 1) * one
             l2 += (2 * stored - one) * row_blocks * column_blocks

@@ -242,7 +242,7 @@ def generate() -> list[list[tuple[int, list[int]]]]:
     grammar.wait(model.record())  # `commit` reads the tokens that `verify` writes
     filled = add_host_step(host.commit, 0, "commit: row 0")
     hidden = head.entries(model, Rows(*committed_rows), features)  # feed the committed tokens
-    hidden = head.head(model, hidden, head_logits, last_row)  # logits after the last of them
+    hidden = head.head(model, hidden, head_logits, last_row)  # logits after the last committed one
     for j in range(1, K + 1):
         model.wait(filled)  # draft j is chosen under row j - 1
         add_argmax(head_logits, mask=masks[j - 1], d2t=head.d2t)

@@ -27,7 +27,7 @@ def main() -> None:
     logits[:, :K] += draft_logits
     # Random numbers depend on the seed of a sequence and on the position of the token to decide.
     seeds = np.array([11, 12, 13, 14])
-    positions = np.array([20, 20, 31, 5])  # of the token that row 0 of the logits decides
+    positions = np.array([20, 20, 31, 5])  # position of the token that row 0 decides
 
     for mode in ("greedy", "rejection", "coupled"):
         tokens = verify_drafts(logits, drafts, q, mode=mode, seeds=seeds, positions=positions)

@@ -283,10 +283,11 @@ __device__ __forceinline__ void count_ids(unsigned int word, int w, int& legal, 
   if (largest > last) last = largest;
 }
 
-// Open step: advances the state of each request by committed tokens that no commit step has
-// applied, and calls request_row(), so that automaton_fill fills the mask rows that verification
-// reads (row 0 and the rows of the drafts), except for rows that are already filled. If `copied` is
-// set, the host's mask rows were copied over the rows of all slots, so no row counts as filled.
+// Open step: advances the state of each request by the tokens that were committed without a commit
+// step, if there are any. Then writes to `items`, for automaton_fill, which mask rows to fill: row
+// 0 and the rows of the drafts, which verification reads, unless they are already filled. If
+// `copied` is set, the host's mask rows were copied over the rows of all slots, so no row counts as
+// filled.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_open(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
                    int* exchange, const ExchangeLayout layout, unsigned char* memory,
@@ -328,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 }
 
 // Commit step: advances the state of each request by the tokens that verification has committed. If
-// `fill` is not 0, also calls request_row(), so that automaton_fill fills mask row 0 of each
+// `fill` is not 0, also writes to `items` that automaton_fill shall fill mask row 0 of each
 // request.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_commit(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
@@ -363,8 +364,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   if (fill) use_cache(a, batch);
 }
 
-// Draft step: computes the automaton's state after draft j of each request's chain, and calls
-// request_row(), so that automaton_fill fills mask row j, the ids that may follow draft j.
+// Draft step: computes the automaton's state after draft j of each request's chain. Then writes to
+// `items` that automaton_fill shall fill mask row j: the ids that may follow draft j.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_draft(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
                     int* exchange, const ExchangeLayout layout, unsigned char* memory,

@@ -13,7 +13,7 @@
 // AutomatonSlot.state: a state of the automaton, or one of these values.
 #define NODE_ILLEGAL -1  // the draft is illegal, or no token may follow it
 #define NODE_ENDED -2    // row 0 only: the text is complete
-#define NODE_ERROR -3    // row 0 only: verification committed an illegal token
+#define NODE_ERROR -3    // row 0 only: a committed token is illegal, or its stack is too deep
 
 // Values of FillItem.action.
 #define FILL_NOTHING 0
@@ -52,9 +52,9 @@
 // * int16 [actions][2]: (entry, next state) to push an entry, or (ACTION_*, target).
 // * int16 [returns][2]: (exit, next state).
 // * uint8 [states]: whether the state is accepting.
-#define ACTION_POP -1    // the target is an exit
-#define ACTION_COUNT -2  // the target is a count
-#define ACTION_RESET -3  // the target is the next state
+#define ACTION_POP -1    // pop the top entry; the target is an exit
+#define ACTION_COUNT -2  // increment the counter; the target is the number of a count
+#define ACTION_RESET -3  // set the counter to 0; the target is the next state
 #define ROW_ABSENT -1
 #define ROW_CLAIMED -2  // a thread of the running kernel is assigning a row to the state
 struct AutomatonTable {
@@ -71,8 +71,8 @@ struct AutomatonTable {
 };
 
 // A request that joins the batch, as automaton_join receives it. The fields of AutomatonSlot with
-// the same names describe them; `state`, `count`, `depth` and `stack` are those of the last committed
-// token.
+// the same names describe them; `state`, `count`, `depth` and `stack` are those of the last
+// committed token.
 struct AutomatonRequest {
   long long table;
   long long cost;
@@ -93,9 +93,9 @@ struct AutomatonSlot {
   int epoch;        // epoch of the request, see Slot
   int applied;      // last replay whose commit was applied to node 0
   int drafted;      // replay in which the rows marked in `filled` were filled
-  // Exclusive upper bound of the positions of the request's tokens if the output must be complete
-  // before it; -1 otherwise. The budget of the mask row after the token at position p is
-  // closing_end - p - 1 (native/guide/matcher.h).
+  // If mask rows have a budget, the output must be complete before the position `closing_end`, and
+  // the mask row after the token at position p has the budget closing_end - p - 1
+  // (native/guide/matcher.h). Otherwise, `closing_end` is -1.
   int closing_end;
   int narrowed;  // whether a budget has excluded legal tokens from a row of the request
   int num_stop_ids;
@@ -106,7 +106,7 @@ struct AutomatonSlot {
   int count[AUTOMATON_NODES];       // value of the counter
   int filled[AUTOMATON_NODES];      // whether the mask row of the node is filled
   int depth[AUTOMATON_NODES];       // number of entries on the stack
-  long long cost[AUTOMATON_NODES];  // sum of the costs of these entries
+  long long cost[AUTOMATON_NODES];  // sum of the costs of these entries (distances.h)
   int stack[AUTOMATON_STACK];       // entries of node j, from j * AUTOMATON_DEPTH, the top last
 };
 
@@ -191,7 +191,7 @@ struct Position {
   int state;
   int count;
   int depth;
-  long long cost;  // sum of the costs of all entries
+  long long cost;  // sum of the costs of the stack's entries (distances.h)
   const int* below;
 };
 

@@ -157,7 +157,8 @@ class Attention:
         if not self.reserve(rows.count, heads, kv):
             return AttentionPlan(rows, heads)
         tile_heads, head_tiles = _head_tiles(heads, kv)
-        # Most steps over the rows of a tree are computed row by row, which more blocks do faster.
+        # For trees, use the kernel for few rows, whose small tiles occupy more blocks. Most steps
+        # are computed row by row (attention_step.cuh), which more blocks do faster.
         rows_per_slot = rows.rows_per_slot if rows.ancestors is None else 1
         query_tiles = self._query_tiles(rows_per_slot, kv)
         tile_rows = query_tiles * (_TILE // tile_heads)

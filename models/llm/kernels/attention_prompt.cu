@@ -160,8 +160,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
       Sums sums;
       for (int phase = 0; phase < 2; ++phase) {
         const int quarter = 2 * member + phase;
-        // Computes a step of the split for row `row` of the query tile, or for all rows, by the
-        // kind of `step`.
+        // Computes the scores of 16 positions and adds the step to `sums`: for row `row` of the
+        // query tile if `step` is a RowStep, otherwise for all rows.
         const auto compute_step = [&](auto step, int row, int seen) {
           const Pack16* const of_step = staged + stage * STAGE_PACKS + member * STEP_PACKS;
           const Scores score = compute_scores(
@@ -180,7 +180,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
         if (for_all) {
           compute_step(FirstStep(), -1, STEP);
         } else {
-          __syncwarp();  // keeps the compiler from clearing the sums in both cases
+          // Without this barrier, the compiler clears the sums before a FirstStep too.
+          __syncwarp();
           sums.clear();
         }
         for (int split = part;;) {

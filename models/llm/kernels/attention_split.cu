@@ -219,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
           }
         }
       }
-      __syncthreads();  // the next part overwrites the results of the quarters
+      __syncthreads();  // the next part overwrites the arrays quarter_*
     }
     if (span.blocks == 1) {
       if (tile.parts[own_query] > 0) {

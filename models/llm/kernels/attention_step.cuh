@@ -261,13 +261,17 @@ struct Sums {
 };
 
 // Kinds of steps. A step is compiled once for each kind with which it is used.
-struct FirstStep {  // for all rows at once, and the first step of its quarter
+// FirstStep: for all rows at once; it is the first step of its quarter and sets the sums.
+struct FirstStep {
   static constexpr bool FOR_ALL = true, IS_FIRST = true;
 };
-struct NextStep {  // for all rows at once, after other steps
+// NextStep: for all rows at once; it adds to the sums of earlier steps.
+struct NextStep {
   static constexpr bool FOR_ALL = true, IS_FIRST = false;
 };
-struct RowStep {  // for one row; the caller clears the sums before the first step of a quarter
+// RowStep: for one row; it adds to the sums, which the caller clears before the first step of a
+// quarter.
+struct RowStep {
   static constexpr bool FOR_ALL = false, IS_FIRST = false;
 };
 

@@ -39,7 +39,7 @@ struct Query {
 // the first LANES dimensions of all its keys, then the next LANES dimensions of all, and so on.
 struct Tile {
   int slot;
-  int row;  // draft-tree row whose path was loaded; -1 for cache positions in sequence order
+  int row;  // draft-tree row whose path the tile has; -1: cache positions in sequence order
   int count;
   alignas(64) float key[TILE * WIDTH];
   alignas(64) float value[TILE * WIDTH];

@@ -48,13 +48,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int column = blockIdx.x * TILES * 16, first = blockIdx.y * ROWS;
   const int own_part = warp % PARTS, warp_column = warp / PARTS * 16;
-  // Columns after the last load the last ones.
+  // For columns that do not exist, load the last columns.
   const int weight_row = min(column + warp_column, columns - 16) + g;
   const Weight* const top = weight + static_cast<long long>(weight_row) * inner + 8 * t;
   const Input* from[TILES];
 #pragma unroll
   for (int n = 0; n < TILES; ++n) {
-    const int row = first + (n * 8 + g >> SPLIT_X);  // rows after the last row load the last row
+    const int row = first + (n * 8 + g >> SPLIT_X);  // rows that do not exist load the last row
     from[n] = x + static_cast<long long>(row < rows ? row : rows - 1) * inner + 8 * t;
   }
   const int chunks = (inner / CHUNK - own_part + PARTS - 1) / PARTS;  // of this warp

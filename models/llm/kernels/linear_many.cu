@@ -329,11 +329,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
     if (ends) end_part(part);
   }
 
-  // In the epilogue, a thread stores PAIRS pairs of outputs in the same two columns, in batches of
-  // AT_ONCE pairs. All loads of a batch are issued before its first sum, so that their latencies
-  // overlap. An output is the sum of up to SUMS partial sums.
+  // Epilogue. A thread stores PAIRS pairs of outputs, all of them in the same two columns. It loads
+  // the inputs of AT_ONCE pairs before it adds the partial sums of the first one, so that the
+  // latencies of the loads overlap. An output is the sum of up to SUMS partial sums.
   constexpr int PAIRS = ROWS * OUTPUTS / 2 / (WARPS * 32);
-  constexpr int MOST = TALL && ROPE_HEAD_DIM && BIAS ? 8 : 16;  // as many as fit into registers
+  constexpr int MOST = TALL && ROPE_HEAD_DIM && BIAS ? 8 : 16;  // limited by the registers
   constexpr int AT_ONCE = PAIRS < MOST ? PAIRS : MOST;
   constexpr int ROW_STEP = ROWS / PAIRS;
   const int first_row = threadIdx.x / (OUTPUTS / 2);

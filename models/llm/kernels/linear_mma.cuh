@@ -295,7 +295,7 @@ __device__ __forceinline__ void load_scales(const float* square_sums, float eps,
   constexpr int AT_ONCE = COUNT >= 4 * WARPS ? 4 : (COUNT + WARPS - 1) / WARPS;
   for (int r = threadIdx.x / 32; r < COUNT; r += AT_ONCE * WARPS) {
     float sum[AT_ONCE] = {};
-    const int step = SQUARES_COLUMNS / GROUP;  // sums that are added first
+    const int step = SQUARES_COLUMNS / GROUP;  // adjacent sums that are added to each other first
     for (int k = threadIdx.x % 32 * step; square_sums != nullptr && k < groups; k += 32 * step) {
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {

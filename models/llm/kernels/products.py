@@ -309,7 +309,10 @@ class Products:
             )
 
     def _check_folded_norm(self, product: _Product, norm: Norm, weight: Matrix, name: str) -> None:
-        """Check that a product can be the producer of a folded norm, and check the arrays."""
+        """Check that a product can compute a folded norm of its result; check the norm's arrays.
+
+        linear_mma.cuh describes folded norms.
+        """
         self._require_tensor_cores(product, "a folded norm", name)
         assert norm.square_sums is not None
         rows = product.rows

@@ -462,7 +462,7 @@ class Determinizer {
   std::vector<std::vector<int32_t>> targets_;         // by segment
   std::vector<int32_t> content_;
   std::vector<int32_t> pending_;
-  std::vector<int32_t> deferred_;  // states that change the counter
+  std::vector<int32_t> deferred_;  // states that change the counter, which close() follows last
   std::vector<int32_t> set_;       // results of close()
   bool stays_ = false;             // whether the body of a counted loop continues
   bool enters_ = false;            // whether a counted loop begins

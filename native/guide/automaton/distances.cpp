@@ -13,7 +13,7 @@
 namespace graft::guide {
 namespace {
 
-// Length in bytes that no text has. The lengths of longer texts count as kEndless - 1.
+// Length in bytes of a text that has not been found. Greater lengths count as kEndless - 1.
 constexpr int64_t kEndless = int64_t{1} << 40;
 
 // Lists of items by index, in one array.
@@ -216,7 +216,8 @@ class DistanceSearch {
     }
   }
 
-  // Returns the distance of a state by step 2; kFar if no token is a prefix of the state's text.
+  // Returns the distance of a state according to step 2 of the search; kFar if no token is a prefix
+  // of the text that step 1 has found for the state.
   int32_t distance_of(int32_t state) {
     int32_t best = machine_.accepting(state) ? 1 : kFar;
     std::array<int32_t, 2> nodes{-1, -1};  // of both tries, after the bytes read so far
@@ -311,7 +312,7 @@ class DistanceSearch {
   bool improve() {
     int64_t visits = 0;
     bool changed = true;
-    bool crosses = false;  // whether such a token is legal in a state without a distance
+    bool crosses = false;  // whether a token of this kind is legal in a state without a distance
     StackNodes stack(64);
     const Walker walker{machine_, out_};
     while (changed) {
@@ -360,8 +361,8 @@ class DistanceSearch {
   std::vector<int32_t> first_;  // class of the first byte of each state's text; -1: it is empty
   std::vector<uint8_t> first_byte_;  // smallest byte of each class
   std::vector<int32_t> settled_;     // states, in the order of their lengths
-  std::vector<int32_t> missing_;     // by entry: number of returns without a distance yet
-  std::vector<int32_t> far_;
+  std::vector<int32_t> missing_;     // by entry: returns to states whose distance is not known yet
+  std::vector<int32_t> far_;         // states for which step 2 has found no distance
   std::vector<int32_t> pushed_;
   // distance_of() does not know the value of the counter. It follows the states of small values;
   // these are the states that other values lead to.

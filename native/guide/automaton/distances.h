@@ -24,9 +24,9 @@ class Distances {
   int32_t of_position(Position position, const StackNodes& stack) const {
     return add_distances(of_state(position.state), stack.cost(position.top));
   }
-  // Whether the search found the distances of all positions from which tokens can complete the
-  // text. If not, a row with a budget would exclude some of these positions however large the
-  // budget is, so the grammar's rows ignore budgets.
+  // Whether a distance is known for every position from which tokens can complete the text. If not,
+  // a mask row with a budget would exclude the positions without a distance, however large the
+  // budget is. The rows of the grammar therefore ignore budgets.
   bool all_known() const { return all_known_; }
   const std::vector<int32_t>& states() const { return states_; }
   const std::vector<int32_t>& entries() const { return entries_; }

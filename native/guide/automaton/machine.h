@@ -46,11 +46,11 @@ class Machine {
   // Maximum number of states of the nondeterministic automaton from which a machine is built.
   static constexpr int32_t kMaxNfaStates = 1 << 16;
 
-  // Values of Action.entry other than entries.
+  // Values of Action.entry for actions that push no entry.
   static constexpr int16_t kPop = -1;
   static constexpr int16_t kCount = -2;
   static constexpr int16_t kReset = -3;
-  // Limit of the states that do not count.
+  // Result of limit() for states that are not counting states.
   static constexpr int32_t kNoLimit = INT32_MAX;
 
   // Pushes, pops and resets set the counter to 0.
@@ -68,17 +68,17 @@ class Machine {
     int16_t state;
   };
 
-  // Default of `max_unrolled`. A machine that counts is smaller, but computes more mask rows again
-  // (see AutomatonGrammar).
+  // Default of `max_unrolled`. Counting makes a machine smaller, but near a limit of the counter, a
+  // state needs a mask row for each value of the counter (see AutomatonGrammar).
   static constexpr int32_t kMaxUnrolled = 200;
   // Value of `max_unrolled` for a grammar whose machine is too large with the default.
   static constexpr int32_t kMinUnrolled = 16;
 
-  // Compiles the rules of a grammar. The machine counts in repetitions of a character with more
-  // than `max_unrolled` optional parts, if one counter is enough. Throws std::runtime_error if an
-  // expression is malformed, std::length_error if it exceeds a limit, and std::domain_error if the
-  // grammar allows no text, or if a byte may open or close a rule and also be another character at
-  // the same place.
+  // Compiles the rules of a grammar. The machine counts in repetitions of a character whose maximum
+  // exceeds their minimum by more than `max_unrolled`, if one counter is enough. Throws
+  // std::runtime_error if an expression is malformed, std::length_error if it exceeds a limit, and
+  // std::domain_error if the grammar allows no text, or if a byte may open or close a rule and also
+  // be another character at the same place.
   static Machine compile(const std::vector<Rule>& rules, int32_t max_states,
                          int32_t max_unrolled = kMaxUnrolled);
   // Throws AmbiguousCount if one counter is not enough.
@@ -94,7 +94,8 @@ class Machine {
   bool accepting(int32_t state) const { return accepting_[at(state)] != 0; }
   size_t nbytes() const;
 
-  // Returns the next state of a byte without an action, kDead, or an action.
+  // Returns the state after a byte, kDead if the byte is illegal, or an action if the byte changes
+  // the stack or the counter.
   int16_t next(int32_t state, uint8_t byte) const { return of_class(state, classes_[byte]); }
   int16_t of_class(int32_t state, int32_t byte_class) const {
     return next_[at(state) * at(num_classes_) + at(byte_class)];
@@ -148,7 +149,8 @@ class Machine {
   std::vector<int32_t> limits_;
 };
 
-// A text may be read in several ways whose counters differ.
+// Thrown if one counter is not enough, for example because a text can be read in two ways that
+// count differently.
 struct AmbiguousCount : std::length_error {
   AmbiguousCount() : std::length_error("automaton: a repetition is ambiguous") {}
 };

@@ -25,11 +25,11 @@ bool is_finite(const ExpressionTree& tree, int32_t index) {
   return true;
 }
 
-// Maximum number of parts of a counted loop that a product writes out.
+// Maximum number of repetitions of a counted loop that a product unrolls.
 constexpr int32_t kMaxTail = 64;
 
-// A machine reads texts that consist of parts; the machine `part` reads one of them. Returns how
-// many more parts may be necessary, after any number of parts, to complete a text.
+// `machine` reads texts that consist of parts, and `part` reads one part. Returns the number of
+// parts that suffice to complete a text of `machine` after any number of parts.
 int32_t longest_ending(const Machine& machine, const Machine& part, Work* work) {
   std::map<std::pair<int32_t, int32_t>, int32_t> numbers;  // by states of both machines
   std::vector<std::pair<int32_t, int32_t>> pairs;
@@ -353,9 +353,10 @@ int32_t Nfa::emit_multiple(int32_t divisor, int32_t places, int32_t from) {
 // Adds the product of two deterministic automata: the texts of the first one that the second one
 // matches too (kBoth) or does not match (kMinus).
 //
-// If the second one counts, the product does so too. It must not count to the end, because a text
-// such as the address `user@` cannot end there. Therefore the last parts of the loop are written
-// out: as many as are necessary to complete any text of the first automaton.
+// If the second one has a counted loop, so does the product. A text must be able to end when the
+// counter reaches its limit, but the first automaton may not allow the end there: an email address
+// cannot end after `user@`. Therefore the last repetitions of the loop are unrolled, as many as are
+// necessary to complete any text of the first automaton.
 int32_t Nfa::emit_product(const ExpressionTree& tree, const ExpressionTree::Node& node,
                           int32_t from) {
   const int32_t end = add_state();

@@ -21,8 +21,8 @@ class Nfa {
 
   struct State {
     bool live = false;      // whether the state can reach the end of its rule
-    bool enters = false;    // whether a counted loop begins here
-    int32_t limit = 0;      // of the counted loop to whose body the state belongs; 0: none
+    bool enters = false;    // whether the counter is set to 0 here, before a counted loop
+    int32_t limit = 0;      // limit of the counted loop whose body contains the state; 0: none
     int32_t count = kNone;  // index into `counts`
     int32_t edge = kNone;   // first edge that reads a byte, an index into `byte_edges`
     int32_t call = kNone;   // rule of the call
@@ -51,9 +51,10 @@ class Nfa {
     int32_t start;  // first state of the rule
   };
 
-  // A repetition with more than `max_unrolled` optional parts becomes a counted loop if this is
-  // possible. Throws std::runtime_error if a program is malformed, and std::length_error if the
-  // automaton would have more than `max_states` states or edges that read a byte.
+  // A repetition of a character whose maximum exceeds its minimum by more than `max_unrolled`
+  // becomes a counted loop. Throws std::runtime_error if the program of a rule is malformed. Throws
+  // std::length_error if the automaton would have more than `max_states` states or twice as many
+  // edges that read a byte, if one counter is not enough (AmbiguousCount), or after too much work.
   Nfa(const std::vector<Rule>& rules, int32_t max_states, int32_t max_unrolled, Work* work);
 
   std::vector<State> states;
@@ -63,8 +64,8 @@ class Nfa {
   std::vector<Brackets> rules;
 
  private:
-  // Automaton of the texts of one node, which must not contain calls. The last `tail` parts of a
-  // counted loop are written out.
+  // Automaton of the texts of one node, which must not contain calls. The last `tail` repetitions
+  // of a counted loop are unrolled.
   Nfa(const ExpressionTree& tree, int32_t node, int32_t max_states, int32_t max_unrolled,
       int32_t tail, Work* work);
 

@@ -52,8 +52,8 @@ class AutomatonGrammar::Writer {
   }
 
   int32_t largest_distance() const { return largest_distance_; }
-  // Row of the trie with about the same tokens as the written row; null if the row has no
-  // tokens.
+  // The TokenTrie::text_row() from which the written row was derived; null if it was derived from
+  // the row without tokens.
   const int32_t* start() const { return start_; }
   // Whether the limit has excluded a legal token.
   bool is_narrowed() const { return is_narrowed_; }
@@ -98,7 +98,7 @@ class AutomatonGrammar::Writer {
     }
     clear();
     if (length > 0) start_ = trie_.text_row(length);
-    for (int last = length; last > 0;) {  // for each range of numbers that are equally allowed
+    for (int last = length; last > 0;) {  // for each range of lengths with equal `allowed`
       int first = last;
       while (first > 0 && allowed[at(first)] == allowed[at(last)]) --first;
       const int32_t* shorter = trie_.text_row(first);
@@ -116,8 +116,9 @@ class AutomatonGrammar::Writer {
     return true;
   }
 
-  // If most text tokens begin with a character after which all text is legal, the row begins with
-  // all text tokens, and only those that begin with other characters are visited.
+  // If all text is legal here or after at least half of the printable ASCII characters, copies the
+  // row of all text tokens (see TokenTrie), and visits only the tokens that begin with other
+  // characters, to remove the illegal ones. Otherwise returns false.
   bool write_text_exceptions(Position position) {
     int count = 0;
     for (int byte = 0x20; byte < 0x7F && !fits_any_text(position); ++byte) {

@@ -82,9 +82,10 @@ class AutomatonGrammar {
   };
   struct BaseRow {
     std::vector<int32_t> bits;     // the row; empty if the next two members describe it
-    const int32_t* start;          // row that contains about the same tokens; null: no tokens
+    const int32_t* start;          // a TokenTrie::text_row() with similar tokens; null: no tokens
     std::vector<int32_t> changed;  // tokens that are in only one of this row and `start`
-    // Upper bound of the distances after the allowed tokens, without the costs of the stack.
+    // Upper bound of the distance (see Distances) after any allowed token, without the costs of the
+    // entries that were on the stack before the token.
     int32_t largest_distance;
     std::vector<Crossing> crossings;
 

@@ -24,8 +24,8 @@ class StackNodes {
   struct Node {
     int32_t entry;
     int32_t parent;  // node below, or kEmptyStack
-    int32_t depth;   // number of entries, this one included
-    int32_t cost;    // sum of the costs of these entries, see Distances
+    int32_t depth;   // number of entries up to this one
+    int32_t cost;    // sum of the costs of these entries; Distances defines costs
   };
 
   explicit StackNodes(size_t capacity) { nodes_.reserve(capacity); }

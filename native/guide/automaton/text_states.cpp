@@ -34,9 +34,10 @@ constexpr std::array<Form, 11> kForms = {{
     {4, {{{0xF4, 0xF4}, {0x80, 0x8F}, kTail, kTail}}},
 }};
 
-// Calls visit(next) with the result of each character of a form: a state, kDead, or the action of a
-// byte. The first `index` bytes of the character have been read. Neighbouring bytes that lead to
-// the same state count as one. The call ends and returns false if visit() returns false.
+// Calls visit(next) for the characters of a form, of which the first `index` bytes have led to
+// `state`. `next` is the state after the character, kDead, or the action of one of its bytes; an
+// action that counts before the last byte is passed as kDead. Neighbouring bytes that lead to the
+// same state count as one. The call ends and returns false if visit() returns false.
 template <typename Visit>
 bool visit_targets(const Machine& machine, int32_t state, const Form& form, int index,
                    Visit visit) {
@@ -87,9 +88,10 @@ TextStates::TextStates(const Machine& machine, const Distances& distances) {
     if (is_same) successor_[at(state)] = first;
     if (is_legal) candidates.push_back({state, targets});
   }
-  // All text is legal in a state if every character leads to a state in which all text is legal.
-  // The first loop removes the other states, and the second one computes the largest distances.
-  // Both begin with the last state, because most states lead to states with greater numbers.
+  // A state belongs to `any_text` (all text is legal in it) if every character leads to a state
+  // that belongs to it too. The first loop removes the other candidates, and the second one
+  // computes the results of any_text_distance(). Both begin with the last state, because most
+  // states lead to states with greater numbers.
   std::vector<bool> any_text(at(states));
   for (const Candidate& candidate : candidates) any_text[at(candidate.state)] = true;
   for (bool changed = true; changed;) {

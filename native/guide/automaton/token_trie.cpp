@@ -59,7 +59,7 @@ TokenTrie::TokenTrie(const std::vector<uint32_t>& lengths, std::string bytes, in
     const auto later = std::count_if(bytes.begin(), bytes.end(), [](char c) {
       return (static_cast<uint8_t>(c) & 0xC0) == 0x80;  // not the first byte of a character
     });
-    // One character may have begun before the token.
+    // The token may also contain the end of a character that began in the token before it.
     most_characters_ = std::max(
         most_characters_, static_cast<int32_t>(bytes.size()) - static_cast<int32_t>(later) + 1);
   }

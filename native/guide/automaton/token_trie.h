@@ -37,7 +37,7 @@ class TokenTrie {
   // `lengths[i]` bytes of `bytes` belong to token i; tokens without bytes are never legal.
   TokenTrie(const std::vector<uint32_t>& lengths, std::string bytes, int32_t vocab_size);
 
-  // Says whether an ASCII character may be part of a text token.
+  // Says whether text tokens may contain an ASCII character.
   static bool is_text(uint8_t byte) {
     return byte >= 0x20 && byte < 0x7F && byte != '"' && byte != '\\';
   }
@@ -60,7 +60,7 @@ class TokenTrie {
     return {bytes_.data() + offsets_[index], offsets_[index + 1] - offsets_[index]};
   }
   int32_t num_tokens() const { return static_cast<int32_t>(next_equal_.size()); }
-  // Upper bound of the number of characters whose last byte is in a token.
+  // Upper bound of the number of characters that end within a token.
   int32_t most_characters() const { return most_characters_; }
 
  private:
@@ -75,7 +75,7 @@ class TokenTrie {
   std::vector<Node> nodes_;
   std::array<Range, 2> ranges_;
   std::array<std::array<int32_t, 256>, 2> first_;
-  std::vector<int32_t> text_rows_;  // [kMaxTextLength + 1][words]
+  std::vector<int32_t> text_rows_;  // results of text_row(): [kMaxTextLength + 1][words]
 };
 
 }  // namespace graft::guide

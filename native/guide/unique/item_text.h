@@ -51,10 +51,10 @@ class ItemText {
     Lexeme lexeme = Lexeme::kValue;
     bool escaped = false;       // the last byte of a string or name is a backslash
     bool is_nonzero = false;    // a number has a digit other than 0 before its exponent
-    bool in_exponent = false;   // of a number
+    bool in_exponent = false;   // whether the position is in the exponent of a number
     int32_t level = -1;         // innermost array or object that has begun, or -1
-    int32_t shape = 0;          // of the value that begins or continues
-    int32_t scalar_state = -1;  // of its ScalarSet; -1: it is not counted
+    int32_t shape = 0;          // shape of the value that begins or continues here
+    int32_t scalar_state = -1;  // state of its ScalarSet; -1: the value is not counted
     int32_t begin = 0;          // where the value or name begins
   };
   // A position of the text to which restore() returns.
@@ -64,11 +64,11 @@ class ItemText {
   };
   // An array or object that has begun.
   struct Level {
-    int32_t parent;  // version of the level around it
+    int32_t parent;  // index of the enclosing level: the version in which this level begins
     int32_t shape;
     int32_t begin;       // index of its opening bracket
-    int32_t num_parts;   // complete items or members, if they are counted
-    int32_t last_part;   // the last one, or -1
+    int32_t num_parts;   // number of complete items or members, if they are counted
+    int32_t last_part;   // index of the last item or member, or -1
     int32_t name;        // counted objects: index of the last listed name, or -1
     int32_t num_unique;  // number of arrays with different items, from this level outwards
     bool is_object;
@@ -153,8 +153,8 @@ class ItemText {
   std::vector<size_t> next_names(int32_t level, int32_t alternative,
                                  const std::vector<uint8_t>& written) const;
   size_t first_name(int32_t level) const;
-  // Alternatives of an object (see Shape) that agree with the names which have been written.
-  // Names before the index `first` cannot be written any more.
+  // Alternatives of an object (see Shape) that allow the names which have been written, and require
+  // no other name with an index below `first`: such names cannot be written any more.
   std::vector<int32_t> alternatives(int32_t level, const std::vector<uint8_t>& written,
                                     size_t first) const;
 

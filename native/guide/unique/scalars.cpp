@@ -176,8 +176,8 @@ class ScalarSet::Analysis {
       for_each_edge(state, [&](int byte, int16_t next) {
         if (component_[at(next)] == component_[at(state)]) {
           has_cycle = true;
-          // A cycle of zeros adds no values: 1.0 and 1.00 are equal. In an escape sequence, or
-          // through one, a cycle adds characters.
+          // A cycle of zeros adds no values: 1.0 and 1.00 are equal. A cycle that contains a state
+          // in an escape sequence adds characters to a string.
           if (part == kString || is_in_escape(part)) many = true;
           if ((part == kInteger || part == kFraction) && byte >= '1' && byte <= '9') many = true;
           if (part == kExponent) exponents = true;
@@ -213,7 +213,8 @@ class ScalarSet::Analysis {
     for_each_edge(state, [&](int byte, int16_t next) {
       if (!distinguishes(part, byte)) return;
       has_sign |= part == kStart && byte == '-';
-      // The same character may have several escape sequences.
+      // Two escape sequences that differ here may encode the same character, so the values after
+      // them may be the same.
       const int64_t further = set_.counts_[at(next)];
       count = is_in_escape(part) ? std::max(count, further) : count + further;
     });
