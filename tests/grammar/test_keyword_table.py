@@ -51,10 +51,10 @@ EXAMPLES: list[tuple[Any, ...]] = [
     ),
     (
         "propertyNames",
-        "a pattern, a list or lengths",
+        "a pattern, a list, lengths or most formats",
         {"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}},
     ),
-    ("propertyNames", "other schemas", {"type": "object", "propertyNames": {"format": "date"}}),
+    ("propertyNames", "other schemas", {"type": "object", "propertyNames": {"format": "email"}}),
     (
         "minProperties",
         "up to 64 combinations",
@@ -138,7 +138,7 @@ EXAMPLES: list[tuple[Any, ...]] = [
     ),
     (
         "format",
-        "date, duration, uuid, ipv4, ipv6, uri, iri, references and pointers",
+        "date, duration, uuid, uuid1 to uuid8, ipv4, ipv6, uri, iri, references and pointers",
         {"type": "string", "format": "ipv6"},
     ),
     (

@@ -53,6 +53,35 @@ def test_escaped_name_does_not_evade_schema(schema: dict[str, Any], text: str, k
     assert grammar.accepts('{"a\\n": 1}') and not grammar.accepts('{"a\\u000a": "x"}')
 
 
+@pytest.mark.parametrize("key_order", ["schema", "any"])
+@pytest.mark.parametrize(
+    "format_, valid, invalid",
+    [
+        ("date", "2024-02-29", "2023-02-29"),
+        ("uuid", "0123ABcd-0000-0000-0000-000000000000", "0123ABcd"),
+        ("ipv4", "10.0.0.255", "10.0.0.256"),
+        ("date-time", "2024-02-29T00:00:00Z", "2024-02-29"),
+    ],
+)
+def test_names_with_format(format_: str, valid: str, invalid: str, key_order: Any):
+    """The schema is what pydantic gives for a dictionary such as ``dict[date, int]``."""
+    schema = {
+        "type": "object",
+        "propertyNames": {"format": format_},
+        "additionalProperties": {"type": "integer"},
+    }
+    checker = jsonschema.FormatChecker()
+    found = route(schema, key_order=key_order)
+    assert not found.reasons
+    grammar = Grammar.routed(found)
+    for name, fits in ((valid, True), (invalid, False)):
+        assert checker.conforms(name, format_) == fits or format_ == "date-time"
+        assert grammar.accepts_value({name: 1}) == fits
+    assert not grammar.accepts_value({valid: "x"})
+    ignored = route(schema, key_order=key_order, assert_formats=False)
+    assert Grammar.routed(ignored).accepts_value({invalid: 1})
+
+
 def test_values_next_to_compared_names_keep_control_characters():
     """Strings lose control characters only in schemas with patterns; the route reports the loss."""
     found = route({"type": "object", "properties": {"a": {"type": "string"}}})

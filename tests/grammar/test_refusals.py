@@ -73,7 +73,7 @@ VALUES: list[dict[str, Any]] = [
         "anyOf": [{"prefixItems": [INTEGER]}, {"minItems": 1}],
     },
     # objects
-    {"type": "object", "propertyNames": {"format": "date"}},
+    {"type": "object", "propertyNames": {"format": "email"}},
     {"type": "object", "propertyNames": {"pattern": "("}},
     {"type": "object", "patternProperties": {"name": STRING, "tags": INTEGER}},
     {"type": "object", "patternProperties": {"(?<=a)": INTEGER}, "properties": {"abc": STRING}},

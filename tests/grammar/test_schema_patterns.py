@@ -6,6 +6,7 @@ import collections
 import itertools
 import random
 import re
+import uuid
 
 import pytest
 from router_util import Grammar
@@ -186,6 +187,17 @@ def test_one_of_host_names_and_addresses(key_order):
     grammar = Grammar(spec=GrammarSpec.json_schema(schema, key_order=key_order))
     for value, is_valid in (("a.b-c", True), ("::1", True), ("1.2.3.4", False), ("a_b", False)):
         assert grammar.accepts_value({"a": value}) == is_valid
+
+
+@pytest.mark.parametrize("version", [1, 3, 4, 5, 6, 7, 8])
+def test_uuid_versions_of_pydantic(version: int):
+    """Pydantic writes the format of its type `UUID4` as ``uuid4``."""
+    grammar = Grammar(spec=GrammarSpec.json_schema({"type": "string", "format": f"uuid{version}"}))
+    digits = "0123456789abcdef"
+    for number, variant in itertools.product(digits, digits):
+        value = f"0123abcd-0000-{number}fff-{variant}fff-ABCDEF012345"
+        assert grammar.accepts_value(value) == (uuid.UUID(value).version == version)
+    assert not grammar.accepts_value("0123abcd")
 
 
 @pytest.mark.parametrize("end", ["", "\\"])

@@ -31,7 +31,13 @@ from graft.grammar.schema.rewrite.objects import (
 )
 from graft.grammar.schema.rewrite.patterns import plain_pattern
 from graft.grammar.schema.rewrite.rewriter import Rewriter, Rule, Site
-from graft.grammar.schema.rewrite.strings import FORMATS, HOSTNAME, HOSTNAME_WITHOUT_PUNYCODE
+from graft.grammar.schema.rewrite.strings import (
+    COMPLEMENTED_FORMATS,
+    FORMATS,
+    HOSTNAME,
+    HOSTNAME_WITHOUT_PUNYCODE,
+    KNOWN_FORMATS,
+)
 
 __all__ = ["RULES"]
 
@@ -263,12 +269,28 @@ def _dependencies(rewriter: Rewriter, value: Any, site: Site) -> None:
 
 
 def _property_names(rewriter: Rewriter, value: Any, site: Site) -> None:
-    names = rewriter.references.follow(value)
+    names = _without_format(rewriter, rewriter.references.follow(value), site)
     for keyword, part in property_names(names, site.schema).items():
         if keyword == "maxProperties":
             site.extra.append({keyword: part})
         else:
             rewriter.replace_keyword(keyword, part, site)
+
+
+def _without_format(rewriter: Rewriter, names: Any, site: Site) -> Any:
+    """Replace ``format`` in a schema of names with a pattern if one is known."""
+    if not isinstance(names, dict) or not isinstance(names.get("format"), str):
+        return names
+    value = names["format"]
+    rest = {keyword: part for keyword, part in names.items() if keyword != "format"}
+    if not rewriter.assert_formats or value not in KNOWN_FORMATS:
+        return rest
+    pattern = COMPLEMENTED_FORMATS.get(value, FORMATS.get(value))
+    if pattern is None or "pattern" in rest:
+        return names
+    if value in _NARROWED_FORMATS:
+        rewriter.narrowed.append(Reason(site.at, "propertyNames", _NARROWED_FORMATS[value]))
+    return {**rest, "pattern": pattern}
 
 
 def _property_counts(rewriter: Rewriter, value: Any, site: Site) -> None:
@@ -341,7 +363,7 @@ def _other_than_arrays(site: Site) -> list[Any]:
 def _format(rewriter: Rewriter, value: Any, site: Site) -> None:
     """Keep ``format``, replace it with a pattern, or raise `NoExactForm`.
 
-    Formats that the standard does not define are annotations and are removed.
+    Formats that are not in `KNOWN_FORMATS` are annotations and are removed.
     """
     if not rewriter.assert_formats:
         return

@@ -32,10 +32,11 @@ __all__ = [
     "quote",
 ]
 
-#: Formats that JSON schema defines.
+#: Formats that JSON schema defines, and those of pydantic's types `UUID1` to `UUID8`.
 KNOWN_FORMATS = word_set(
     """date-time time date duration email hostname ipv4 ipv6 uuid uri idn-email idn-hostname iri
-    iri-reference json-pointer relative-json-pointer regex uri-reference uri-template"""
+    iri-reference json-pointer relative-json-pointer regex uri-reference uri-template
+    uuid1 uuid3 uuid4 uuid5 uuid6 uuid7 uuid8"""
 )
 
 _MAX_WORDS = 1000  # maximum number of words that replace a pattern
@@ -341,7 +342,14 @@ def _formats() -> dict[str, str]:
         "iri-reference": f"^(?:{iri}|{relative_iri})$",
         "uri-template": _uri_template(),
         "regex": _simple_regex(),
+        **{f"uuid{version}": _uuid(str(version)) for version in (1, 3, 4, 5, 6, 7, 8)},
     }
+
+
+def _uuid(version: str, variant: str = "[89ABab]") -> str:
+    """Return the pattern of the UUIDs of a version, in the variant of RFC 9562."""
+    digit = "[0-9A-Fa-f]"
+    return rf"^{digit}{{8}}-{digit}{{4}}-{version}{digit}{{3}}-{variant}{digit}{{3}}-{digit}{{12}}$"
 
 
 def _uri_patterns(v6: str, ucschar: str = "", iprivate: str = "") -> tuple[str, str]:
@@ -422,7 +430,7 @@ FORMATS: dict[str, str] = _formats()
 COMPLEMENTED_FORMATS = {
     **{name: text for name, text in FORMATS.items() if name not in _INCOMPLETE},
     "ipv4": f"^{_IPV4}$",
-    "uuid": "^[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}$",
+    "uuid": _uuid("[0-9A-Fa-f]", "[0-9A-Fa-f]"),
 }
 
 #: Pattern of the host names of RFC 1034, which consist of letters, digits and hyphens. JSON schema
