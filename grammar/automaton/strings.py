@@ -51,7 +51,8 @@ __all__ = ["ANY_STRING", "NamePatterns", "NameWriter", "StringSet", "write_strin
 
 _QUOTE = text('"')
 _NOT_PRINTABLE_ASCII = complement([(0x20, 0x7E)])
-#: ASCII characters that compared names never contain as escapes, and the other ASCII characters.
+#: ASCII characters that names never contain as escapes in an object with listed names, and a
+#: pattern of the other ASCII characters.
 _WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 _OTHER_ASCII = re.compile("[^0-9A-Z_a-z\x80-\U0010ffff]")
 #: Maximum number of cached expressions of patterns.
@@ -128,7 +129,10 @@ class NamePatterns:
 
 @contextlib.contextmanager
 def _limits(subject: str) -> Iterator[None]:
-    """Raise `NoAutomaton` if native code raises the error of a limit, with the error's subject."""
+    """Turn an error of native code into `NoAutomaton`, whose message begins with `subject`.
+
+    Native code raises ValueError if a limit is exceeded.
+    """
     try:
         yield
     except ValueError as error:
@@ -266,7 +270,7 @@ class NameWriter:
 
 @functools.lru_cache(_MAX_CACHED)
 def _escaped_in_names(listed: frozenset[str]) -> tuple[tuple[int, int], ...]:
-    """Return the characters that names may contain as escapes next to listed names.
+    """Return the characters that names may contain as escapes in an object with listed names.
 
     `listed` are the characters of the listed names that are neither in `_WORD` nor outside ASCII.
     """

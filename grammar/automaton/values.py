@@ -68,8 +68,8 @@ class Booleans:
 class Arrays:
     """Arrays whose first items are in the sets `prefix`, and whose other items are in `items`.
 
-    For each set in `contained`, another item is in this set. If a set is in the list several times,
-    as many different items are. If `unique` is True, no two items are equal; the rules of an
+    Each set in `contained` contains an item of the array. If a set is in the list n times, it
+    contains n items of the array. If `unique` is True, no two items are equal; the rules of an
     automaton do not enforce this, see `graft.grammar.automaton.unique_items`.
     """
 
@@ -167,8 +167,9 @@ class SchemaReader:
         self._known = (_APPLICATORS | _ASSERTIONS) - unknown
         self._has_prefix_items = draft >= 2020
         self._targets: dict[str, Values] = {}
-        # Sets whose intersection is the target of a reference, by the name of the target, and the
-        # references by their sets: the targets of references, and the identities of other sets.
+        # References to intersections: the sets to intersect by the target of the reference, and the
+        # reference by the keys of the sets. The key of a set is the target of a reference, and the
+        # identity of any other set.
         self._parts: dict[str, list[Values]] = {}
         self._intersections: dict[tuple[str | int, ...], Reference] = {}
         self._resolving: set[str] = set()

@@ -276,12 +276,13 @@ class _Lexer:
         self._terminals = list(machines)
         self._machines = [machines[terminal] for terminal in self._terminals]
         self._following = [following[terminal] for terminal in self._terminals]
-        # The classes of characters begin here. No terminal distinguishes two characters of a class.
+        # First character of each class. No terminal distinguishes two characters of a class.
         edges = {0}
         for machine in self._machines:
             edges.update(e for ranges in machine.ranges for a, b in ranges for e in (a, b + 1))
         self._class_begins = sorted(edges - {MAX_CHARACTER + 1})
-        # The lexer reads bytes: it extends a terminal if only the first byte of a character fits.
+        # The lexer reads bytes: it extends a terminal even if only the first byte of a character
+        # fits.
         ends = [begin - 1 for begin in self._class_begins[1:]] + [MAX_CHARACTER]
         classes = zip(self._class_begins, ends, strict=True)
         self._class_bytes = [_first_bytes([pair]) for pair in classes]

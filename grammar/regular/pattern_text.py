@@ -25,7 +25,7 @@ __all__ = ["matching_pattern"]
 _MAX_STATES = 400
 _MAX_CLASSES = 100  # maximum number of sets of characters that an automaton distinguishes
 _MAX_LENGTH = 20_000  # maximum length of a pattern
-#: Pattern of the patterns that match one character.
+#: Matches the patterns that match exactly one character.
 _ONE_CHARACTER = re.compile(r"\[[^\]]*\]|\\u.{4}|\\U.{8}|.")
 
 #: Number of integers after an operation of an expression, by operation. Operation 1 has a number n
@@ -137,7 +137,8 @@ def _minimized(
 ) -> tuple[list[list[int]], list[int]]:
     """Return the minimal automaton that accepts the same texts.
 
-    The successor of a state is -1 if no text leads on from there. State 0 is the initial state.
+    A successor of -1 means that no accepted text continues with the character. State 0 is the
+    initial state.
     """
     groups = accepting
     while True:

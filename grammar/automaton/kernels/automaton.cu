@@ -78,8 +78,8 @@ __device__ inline void count_forced(const Advance& a, const RoundRow* row) {
   }
 }
 
-// Stores a position that begins at the stack of node `from` as the position of node `to`. Returns
-// false if its stack is too deep to be stored.
+// Stores `at`, which has moved on from the position of node `from`, as the position of node `to`.
+// Returns false if its stack is too deep to be stored.
 __device__ __forceinline__ bool store_position(AutomatonSlot& own, int from, int to,
                                                const MovingPosition& at) {
   if (at.depth() > AUTOMATON_DEPTH) return false;

@@ -1,7 +1,7 @@
-// Divides the work of the kernel attention_split among its blocks (attention_plan.cuh). All layers
-// of a forward pass use the same division, the plan. The plan depends on the positions of the rows:
-// several blocks share the work for a request with a long context, while one block does the work
-// for many requests with short contexts.
+// Divides the work of attention_split or attention_prompt among blocks (attention_plan.cuh). All
+// layers of a forward pass use the same division, the plan. The plan depends on the positions of
+// the rows: several blocks share the work for a request with a long context, while one block does
+// the work for many requests with short contexts.
 #include "attention_plan.cuh"
 
 #define LOADS 8  // forward rows whose slot and position a lane loads at once

@@ -1,5 +1,5 @@
-// The plan of attention_split, which divides its work among blocks: tiles (groups of rows), parts
-// of the positions of a tile, and the tiles and parts that each block computes.
+// The plan, which divides the work of attention_split or attention_prompt among blocks. It consists
+// of tiles (groups of rows) and of the tiles and parts of their positions that each block computes.
 #pragma once
 #include "model.cuh"
 

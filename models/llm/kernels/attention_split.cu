@@ -167,7 +167,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
       if (more && only < 0) {
         compute_step(FirstStep());
       } else {
-        __syncwarp();  // keeps the compiler from clearing the sums in both cases
+        // Without this barrier, the compiler clears the sums before a FirstStep too.
+        __syncwarp();
         sums.clear();
       }
       while (more && only < 0) compute_step(NextStep());

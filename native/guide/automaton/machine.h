@@ -101,7 +101,8 @@ class Machine {
     return next_[at(state) * at(num_classes_) + at(byte_class)];
   }
   const Action& action(int16_t next) const { return actions_[at(kFirstAction - next)]; }
-  // Returns what a result of next() does with the counter, or null if it is not a count.
+  // Returns the limit and the next states of a result of next() that increments the counter; null
+  // for other results.
   const Count* count(int16_t next) const {
     if (next > kFirstAction || action(next).entry != kCount) return nullptr;
     return &counts_[at(action(next).target)];

@@ -105,9 +105,9 @@ class AutomatonGrammar {
   std::shared_ptr<RowMemory> memory_;
   Distances distances_;
   TextStates text_states_;
-  // Base rows; null until computed. By state:
+  // Base rows by state; null until computed.
   mutable std::vector<std::atomic<const BaseRow*>> rows_;
-  // Near limits of the counter, by state and counter:
+  // Base rows of positions near a limit of the counter, by state and value of the counter.
   mutable std::mutex near_rows_mutex_;  // for the map, not for its elements
   mutable std::map<std::pair<int32_t, int32_t>, std::atomic<const BaseRow*>> near_rows_;
 };

@@ -442,7 +442,7 @@ bool ItemText::complete(int32_t index, const std::string& form, ValueSearch* sea
                          search);
 }
 
-// The same for the value of the level itself, after its last complete part.
+// Returns whether the document can be completed after the last complete part of a level.
 bool ItemText::complete_rest(int32_t index, ValueSearch* search) const {
   if (ends_count(index)) return true;
   if (!level(index).is_object) return complete_array(index, written_items(index), search);

@@ -20,9 +20,10 @@ namespace graft::guide {
 //    items. An item is complete after its closing byte, a number or literal after the byte that
 //    follows it.
 // 2. Levels, items and names are never changed once they have been added, so that restore() only
-//    has to truncate the vectors. A level gets a new version with each of its parts.
-// 3. If a level within an array whose items must differ is open or not counted, the value of each
-//    level within it can be completed in infinitely many ways, once this value is complete.
+//    has to truncate the vectors. To change a level, a new version of the level is added.
+// 3. If a level within an array whose items must differ is open or not counted (see Shape), this
+//    level or one around it is open, so the item of the array that contains the level can be
+//    completed in infinitely many ways.
 class ItemText {
  public:
   static constexpr size_t kHashes = 1024;
@@ -70,22 +71,22 @@ class ItemText {
     int32_t num_parts;   // number of complete items or members, if they are counted
     int32_t last_part;   // index of the last item or member, or -1
     int32_t name;        // counted objects: index of the last listed name, or -1
-    int32_t num_unique;  // number of arrays with different items, from this level outwards
+    int32_t num_unique;  // how many of this level and those around it must have different items
     bool is_object;
   };
   // A complete item of an array whose items must differ, or a complete member of a counted object.
   struct Part {
-    int32_t previous;
-    int32_t name;   // of a member
-    uint64_t hash;  // of an item's canonical form, and where it is
-    size_t begin;
-    size_t size;  // of a member: 0
+    int32_t previous;  // index of the part before it in its level, or -1
+    int32_t name;      // index of the name of a member if it is listed, or -1
+    uint64_t hash;     // hash of the canonical form of an item
+    size_t begin;      // place of this form in `canonical_`
+    size_t size;       // size of this form; 0 for a member
   };
 
   // Reads bytes. Returns false if an item is repeated; the caller must then restore() a position.
   bool read(std::string_view bytes);
-  // Whether a value can follow so that no item is repeated. Throws std::runtime_error if this
-  // cannot be found out.
+  // Whether the text can be completed without a repeated item. Throws std::runtime_error if this
+  // cannot be determined.
   bool can_complete() const;
 
   Mark mark() const {
@@ -112,7 +113,8 @@ class ItemText {
     const int32_t shape = levels_[at(level)].shape;
     return shape == Shape::kNone ? nullptr : &shapes_.shape(shape);
   }
-  // Whether the values around a complete value of the level need not be counted (invariant 3).
+  // Whether a level is open or not counted, so that the values around it need not be counted
+  // (invariant 3).
   bool ends_count(int32_t level) const {
     const Shape* shape = shape_of(level);
     if (shape == nullptr || !shape->counted) return true;
@@ -122,7 +124,8 @@ class ItemText {
     const Shape* shape = shape_of(level);
     return shape != nullptr && shape->unique && !this->level(level).is_object;
   }
-  // Whether the parts of a level are counted. Items may have different shapes.
+  // Whether the parts of a level are stored: to compare them, to count values, or because the shape
+  // of the next item depends on their number.
   bool keeps_parts(int32_t level) const {
     if (is_unique(level) || !ends_count(level)) return true;
     return shape_of(level) != nullptr && !shape_of(level)->prefix.empty() &&
@@ -175,7 +178,8 @@ class ItemText {
   std::vector<Level> levels_;
   std::vector<Part> parts_;
   std::string canonical_;  // canonical forms of the items
-  // Number of items of all arrays by their hash modulo kHashes, because most items are new.
+  // Number of items of all arrays by their hash modulo kHashes. If it is 0, an item is new, and
+  // need not be compared with others.
   std::array<uint32_t, kHashes> items_with_hash_{};
 };
 

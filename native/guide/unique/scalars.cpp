@@ -110,7 +110,7 @@ class ScalarSet::Analysis {
     return !any;
   }
 
-  // Whether texts that differ in this edge have different values, as far as the part is concerned.
+  // Whether the values after a byte of this part differ from those after its other bytes.
   bool distinguishes(Part part, int byte) const {
     switch (part) {
       case kString:

@@ -8,7 +8,8 @@
 
 namespace graft::guide {
 
-// Numbers of values from here on are not counted exactly. No array has as many items.
+// Greatest count of values: greater counts, also infinite ones, are stored as kMany. No array has
+// as many items.
 constexpr int32_t kMany = 1 << 30;
 
 // The JSON texts of a set of scalars: strings, numbers, booleans and null.
@@ -17,8 +18,9 @@ constexpr int32_t kMany = 1 << 30;
 // prefix. Each state can reach the end of a text, so they are at least 1.
 class ScalarSet {
  public:
-  // Throws std::domain_error if infinitely many texts of finitely many values could continue a
-  // prefix, unless this prefix ends within the exponent of a number.
+  // Throws std::domain_error if infinitely many texts continue a prefix, but have only finitely
+  // many values. This is allowed for prefixes that end within the
+  // exponent of a number.
   explicit ScalarSet(Machine machine);
 
   const Machine& machine() const { return machine_; }
@@ -26,8 +28,8 @@ class ScalarSet {
   int32_t count(int32_t state) const { return counts_[at(state)]; }
   // Whether infinitely many exponents continue a prefix that ends in an exponent.
   bool has_many_exponents(int32_t state) const { return many_exponents_[at(state)] != 0; }
-  // Whether there are kMany values after any further bytes up to the end of a string or number,
-  // without the quotation mark at the end of a string. Numbers must have a digit other than 0.
+  // Whether kMany values remain possible however a string or number continues, before the quotation
+  // mark at the end of a string. For a number, this is true only if it has a digit other than 0.
   bool stays_many(int32_t state) const { return stays_many_[at(state)] != 0; }
 
  private:

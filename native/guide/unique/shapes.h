@@ -14,19 +14,21 @@ namespace graft::guide {
 // The values at a place of a document. The items of arrays whose items must differ, and the parts
 // of the items, are *counted*: their shapes describe the values exactly, except for *open* arrays
 // and objects. These can be completed with infinitely many values from every incomplete text, so
-// their parts need not be counted. Shapes of other places only say where such arrays are.
+// their parts need not be counted. Other shapes only say where the arrays are whose items must
+// differ.
 struct Shape {
-  static constexpr int32_t kNone = -1;  // shape of values that are neither counted nor tracked
+  // Shape of values that are not counted and contain no array whose items must differ.
+  static constexpr int32_t kNone = -1;
 
   // A listed name of a property. Counted objects may have several *alternatives*, each of which
-  // allows and requires some of the names. Bit i of the masks stands for alternative i.
+  // allows and requires some of the names. Bit i of `allowed` and `required` is for alternative i.
   struct Name {
     std::string name;
     int32_t shape;
     uint64_t allowed;
     uint64_t required;
   };
-  // The names that a ScalarSet contains, which are not listed.
+  // Properties whose names are not listed, but are in the ScalarSet with the index `names`.
   struct Pattern {
     int32_t names;
     int32_t shape;
@@ -79,8 +81,8 @@ class Shapes {
   }
   // Number of ways to complete an array that has `items` items.
   int64_t count_rest(const Shape& array, int32_t items) const;
-  // Number of ways to complete an object of an alternative with the names that are not `written`,
-  // the first of which has at least the index `first`.
+  // Number of ways to complete an object of an alternative with names that are not `written` and
+  // have at least the index `first`.
   int64_t count_rest(const Shape& object, int32_t alternative, const std::vector<uint8_t>& written,
                      size_t first) const;
 

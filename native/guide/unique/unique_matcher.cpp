@@ -33,7 +33,8 @@ namespace {
 
 constexpr size_t kTokens = 4096;
 
-// Mask rows of tokens by their bytes. Immutable, and shared by the grammars of a vocabulary.
+// Mask rows of the tokens that are not safe, for each value of ItemText::Safe. Immutable, and
+// shared by the grammars of a vocabulary.
 class TokenKinds {
  public:
   explicit TokenKinds(std::shared_ptr<const TokenTrie> trie) : trie_(std::move(trie)) {
