@@ -115,7 +115,10 @@ def read_text(path: Path, option: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"{option} {path}: {error}") from error
+        what = str(error)
+        if isinstance(error, OSError):
+            what = f"{error.strerror or error}; the option takes the name of a file"
+        raise OptionError(f"{option} {path}: {what}") from error
 
 
 def read_grammar(options: argparse.Namespace) -> dict[str, Any]:

@@ -380,6 +380,7 @@ def test_prompt_row_selects_grammar_backend(parse_rows):
         (["--schema", "FILE"], r"--schema \S+: JSON schema: the text is not JSON"),
         (["--structural-tag", "FILE"], r"--structural-tag \S+: structural tag: .* not JSON"),
         (["--structural-tag", "/no/such/file"], "--structural-tag /no/such/file: "),
+        (["--schema", "{}"], "--schema {}: No such file or directory; the option takes the name"),
         (["--json-object", "--after", ""], "--json-object --after : marker: is empty"),
         (["--regex", "a", "--key-order", "any"], "--regex a --key-order any: key_order requires"),
         (["--key-order", "any"], "--key-order any: key_order requires schema"),

@@ -66,7 +66,11 @@ def respond(client, **fields):
             {"response_format": response_format(PERSON)},
         ),
         (
-            {"text": {"format": {"type": "json_object"}, "verbosity": "low"}},
+            {
+                "text": {"format": {"type": "json_object"}, "verbosity": "low"},
+                "tools": [],
+                "tool_choice": "auto",
+            },
             {"response_format": {"type": "json_object"}},
         ),
         (
@@ -348,6 +352,11 @@ def test_input_items_become_messages():
         ({"tools": [{"type": "web_search"}]}, "tools", "tools[0].type must be function, got"),
         ({"tool_choice": "required"}, "tool_choice", "requires tools"),
         (
+            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            "tools",
+            "tools[0].name is missing",
+        ),
+        (
             {"tools": [PERSON_TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto"}},
             "tool_choice",
             "allowed_tools must have the mode auto or required, and tools",
@@ -386,6 +395,27 @@ def test_responses_refuse_invalid_requests(client, fields, param, words, stream)
         respond(client, **fields, stream=stream)
     assert caught.value.body["param"] == param
     assert not re.search("max_completion_tokens|max_tokens|messages", caught.value.body["message"])
+
+
+NO_SCHEMA = {"type": "object", "properties": {"max_tokens": {"type": "no"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 5}, "the field 'max_tokens' belongs to chat completions; use max_output_"),
+        ({"response_format": {"type": "text"}}, "'response_format' belongs to chat completions"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": NO_SCHEMA}}},
+            "#/properties/max_tokens: type: must be a type",
+        ),
+    ],
+)
+def test_responses_name_fields_of_chat_completions_as_given(client, fields, message):
+    """Names that the client has written are not replaced with names of the Responses API."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model="demo", input="x", extra_body=fields)
+    assert message in caught.value.body["message"]
 
 
 def test_input_tokens_are_those_of_the_response(client):

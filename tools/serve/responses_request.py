@@ -6,6 +6,7 @@ in the same way. The server stores no responses.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -21,20 +22,19 @@ _INCLUDE_LOGPROBS = "message.output_text.logprobs"
 #: reasoning is always returned as plain text.
 _Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-_FIELD_NAMES = {
+#: Maps fields of chat completions to the fields of ``/v1/responses`` with the same meaning.
+_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
-    "response_format": "text",
-    "verbosity": "text",
-    "reasoning_effort": "reasoning",
-}
-_NAMES_IN_MESSAGES = {
-    "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "verbosity": "text.verbosity",
     "reasoning_effort": "reasoning.effort",
 }
+#: Matches names of fields in error messages, but not in quotes or in the path of a schema.
+_NAME_IN_MESSAGE = re.compile(
+    r"(?<![\w'\"/])(?:max_completion_tokens|max_tokens|response_format|reasoning_effort)(?![\w'\"/])"
+)
 
 
 class _TextOptions(Fields):
@@ -96,6 +96,11 @@ _SHARED_FIELDS = GenerationFields.model_fields.keys() | TemplateFields.model_fie
 
 def to_chat(fields: Mapping[str, Any], served: str) -> ChatRequest:
     """Convert a request for the language model `served` to a chat completion, or raise ApiError."""
+    for name, name_here in _NAMES.items():
+        if fields.get(name) is not None:
+            raise ApiError(
+                f"the field {name!r} belongs to chat completions; use {name_here}", param=name
+            )
     given = read_fields(ResponsesRequest, fields, served)
     chat = {name: fields[name] for name in _SHARED_FIELDS & given.model_fields_set}
     chat["messages"] = _read_input(given.input, given.instructions)
@@ -108,7 +113,8 @@ def to_chat(fields: Mapping[str, Any], served: str) -> ChatRequest:
         for tool in given.tools:
             tools.append({"type": "function", "function": tool.model_extra})
         chat["tools"] = tools
-    chat["tool_choice"] = _read_tool_choice(given.tool_choice)
+    if given.tools or given.tool_choice != "auto":  # some clients send auto without tools
+        chat["tool_choice"] = _read_tool_choice(given.tool_choice)
     chat["reasoning_effort"] = given.reasoning.effort
     if _INCLUDE_LOGPROBS in given.include or given.top_logprobs:
         chat |= {"logprobs": True, "top_logprobs": given.top_logprobs}
@@ -117,10 +123,9 @@ def to_chat(fields: Mapping[str, Any], served: str) -> ChatRequest:
 
 def rename_error(error: ApiError) -> ApiError:
     """Return an error that names fields of ``/v1/responses`` instead of a chat completion."""
-    message = str(error)
-    for name, name_here in _NAMES_IN_MESSAGES.items():
-        message = message.replace(name, name_here)
-    param = None if error.param is None else _FIELD_NAMES.get(error.param, error.param)
+    message = _NAME_IN_MESSAGE.sub(lambda found: _NAMES[found[0]], str(error))
+    message = re.sub(r"^(tools\[\d+\])\.function\b", r"\1", message)
+    param = error.param and _NAMES.get(error.param, error.param).partition(".")[0]
     return ApiError(message, error.status, param=param, code=error.code)
 
 
