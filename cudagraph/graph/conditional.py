@@ -36,7 +36,7 @@ from graft.native import _native
 LOG = logging.getLogger("graft")
 
 CONDITION_LIMIT = 1 << 32
-#: Maximum number of bodies of a SWITCH node, which guards against a value in place of the number.
+#: Maximum number of bodies of a SWITCH node. It catches calls that pass something else by mistake.
 MAX_BODIES = 1 << 16
 _WAITING_KERNEL = Path(__file__).parents[1] / "kernels" / "waiting.cu"
 #: Whether the driver accepts programmatic edges in bodies; None if it is not known yet.

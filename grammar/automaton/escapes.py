@@ -41,7 +41,7 @@ def spelled(
     """Return the expression of one character of `ranges`, as JSON strings may contain it.
 
     Characters that are also in `escaped` have all their spellings. Other characters are written as
-    themselves or, if this is not possible, with a short escape or else with digits.
+    themselves or, if this is not allowed, with a short escape or else with a ``\\u`` escape.
     """
     options = []
     plain = intersection(ranges, _PLAIN)

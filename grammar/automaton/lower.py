@@ -201,9 +201,10 @@ def _special_token(token: int) -> Expression:
 def _free_text(
     excluded: Sequence[str], high: int | None = None, excluded_starts: Sequence[str] = ()
 ) -> Expression:
-    """Return the expression of the texts that contain and start with none of some texts.
+    """Return the expression of free text.
 
-    `high` is the maximum number of characters; None sets no limit.
+    It matches the texts of up to `high` characters (None: any number) that contain none of the
+    texts `excluded`, and start with none of the texts `excluded_starts`.
     """
     free = repeat(_ANY_CHARACTER, 0, high)
     if excluded:
@@ -217,10 +218,10 @@ def _free_text(
 def _with_parts(
     free: Expression, parts: Sequence[Expression], starts_with_part: bool, once: bool
 ) -> Expression:
-    """Return the expression of free text with parts in it.
+    """Return the expression of free text that is interrupted by texts of `parts`.
 
-    If `once` is True, there is at most one part. If `starts_with_part` is True, the text begins
-    with a part.
+    If `once` is True, it contains the text of at most one part, at its end. If `starts_with_part`
+    is True, it begins with the text of a part.
     """
     part = union(parts)
     if once:

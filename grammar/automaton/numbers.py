@@ -28,7 +28,7 @@ from graft.grammar.regular.regex import NoAutomaton, lower_regex
 
 __all__ = ["NOTHING", "NumberRange", "divisor_of", "lower_number"]
 
-#: Expression without any text.
+#: Expression that matches no text.
 NOTHING: Expression = characters([])
 
 #: Bounds that do not fit into 64 bits are not supported.

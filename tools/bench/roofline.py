@@ -66,7 +66,7 @@ HEAD_DIM = 128
 #: Pairs of outputs of a thread whose inputs the epilogue of linear_many loads together.
 EPILOGUE_BATCH = 16
 _PARTS = 4  # partial sums of an output of a product
-# Bytes of sums of squares per input of a row, which a folded norm reads.
+# Bytes of sums of squares that a folded norm reads per element of an input row.
 _SQUARES_BYTES = {"linear_few": 4 / 16, "linear_many": 4 / 64}
 
 
@@ -317,7 +317,7 @@ def operations(context: int, rows: int) -> float:
     return rows * (2 * weights + 4 * LAYERS * HEADS * HEAD_DIM * context)
 
 
-#: Names of the cases of decoding with their context lengths, and rows per request.
+#: Cases of decoding by name: the context lengths of the requests, and the rows per request.
 DECODE_CASES = {
     **{f"1 x {rows} rows, 1k": ([1024], rows) for rows in (1, 4, 8, 16, 32, 64)},
     "1 x 8 rows, 8k": ([8192], 8),

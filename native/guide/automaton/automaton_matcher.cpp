@@ -106,7 +106,8 @@ Filled AutomatonMatcher::fill(int32_t* row, int64_t words, int32_t budget,
 
 int32_t AutomatonMatcher::distance(ErrorText*) noexcept {
   if (stop_ids_.empty()) return kUnknownDistance;  // no number of tokens completes the text
-  // A distance may be that of a text with a token that is illegal because it ends the request.
+  // If the grammar names a stop id, a distance may be that of a text which contains this id,
+  // although the id ends the request.
   if (names_stop_ || !grammar_->distances().all_known()) return kUnknownDistance;
   if (terminated_) return 0;
   const int32_t distance = grammar_->distances().of_position(path_.back().position, nodes_);

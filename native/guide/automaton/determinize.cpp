@@ -155,9 +155,9 @@ class Determinizer {
   }
 
   // Stores in `set_`, sorted, the epsilon closure of `targets`: the states that can be reached from
-  // them over edges without a byte. If this increments the counter, `value` is the new value of the
-  // counter, or 0 if it is below all limits. The other results are `stays_`, `enters_` and
-  // `counted_`.
+  // them over edges without a byte. If the last byte increments the counter, `value` is the new
+  // value of the counter, or 0 if the new value is below all limits. The other results are
+  // `stays_`, `enters_` and `counted_`.
   void close(const std::vector<int32_t>& targets, int32_t value) {
     ++mark_;
     set_.clear();
@@ -450,7 +450,7 @@ class Determinizer {
   std::vector<std::vector<int32_t>> exits_of_rule_;  // exits by their first rule
   std::vector<int32_t> free_begins_;   // by state of the Nfa: index of its first free target
   std::vector<int32_t> free_targets_;  // see find_free_targets()
-  std::vector<int16_t> known_;         // by state of the Nfa: transition_to() this state alone
+  std::vector<int16_t> known_;         // by state of the Nfa: result of transition_to({state})
 
   // Memory that is used again for each state of the machine.
   std::vector<Edge> edges_;
@@ -490,7 +490,7 @@ Machine Machine::compile(const std::vector<Rule>& rules, int32_t max_states, int
   } catch (const std::length_error&) {
     if (max_unrolled != kMaxUnrolled) throw;
     const Nfa nfa(rules, kMaxNfaStates, kMinUnrolled, &work);
-    if (nfa.states.size() >= num_states) throw;  // no other repetitions are counted
+    if (nfa.states.size() >= num_states) throw;  // no more repetitions are counted than before
     return determinize(nfa, max_states, &work);
   }
 }

@@ -89,7 +89,8 @@ std::string canonical_number(std::string_view text) {
   return (negative ? "-" : "+") + digits + "e" + add_to_integer(exponent, negative_exponent, point);
 }
 
-// Appends a part of a canonical form. Its length makes the form unambiguous.
+// Appends a part of a canonical form, after the length of the part, which makes the form
+// unambiguous.
 void append_part(std::string_view part, std::string* out) {
   out->append(std::to_string(part.size()));
   out->push_back(':');

@@ -19,8 +19,7 @@ constexpr int32_t kMany = 1 << 30;
 class ScalarSet {
  public:
   // Throws std::domain_error if infinitely many texts continue a prefix, but have only finitely
-  // many values. This is allowed for prefixes that end within the
-  // exponent of a number.
+  // many values. This is allowed for prefixes that end within the exponent of a number.
   explicit ScalarSet(Machine machine);
 
   const Machine& machine() const { return machine_; }
