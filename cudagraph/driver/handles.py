@@ -26,8 +26,8 @@ class CudaStream(Protocol):
         """Return the version of the protocol, which is 0, and the CUstream."""
 
 
-#: A stream that :func:`stream_handle` accepts: the protocol above, a CUstream, a handle, or a class
-#: named as a stream with one of `_ATTRIBUTES`.
+#: A stream that :func:`stream_handle` accepts: an object with the protocol above, a CUstream, a
+#: handle, or an object with one of `_ATTRIBUTES` whose class name contains "Stream".
 StreamLike = Any
 
 
@@ -38,8 +38,9 @@ def stream_handle(stream: StreamLike, user: str) -> int:
     ----------
     stream
         Stream of graft, or of another library that implements ``__cuda_stream__``; ``CUstream`` of
-        cuda.bindings; integer handle; or an object whose class is named as a stream and that has
-        the handle in the attribute ``cuda_stream`` (torch), ``ptr`` (CuPy) or ``handle`` (numba).
+        cuda.bindings; integer handle; or an object whose class name contains "Stream" and that
+        has the handle in the attribute ``cuda_stream`` (torch), ``ptr`` (CuPy) or ``handle``
+        (numba).
     user
         Name of the function that takes the stream, for the error message.
 

@@ -286,7 +286,7 @@ class _Instances:
     """Matches instances of one JSON schema.
 
     `new_matcher` returns a matcher in its initial state, `encode` tokenizes a text, `byte_tokens`
-    has the token id of each byte, and `schema` is the schema in the row.
+    has the token id of each byte, and `schema` is the JSON schema.
     """
 
     def __init__(
@@ -329,9 +329,9 @@ class _Instances:
     def accepted_text(self, value: Any) -> str | None:
         """Return a text of a value that the grammar accepts, or None if no such text is found.
 
-        The text that ``json.dumps`` writes is tried first, then the same with whole numbers written
-        as integers and with other orders of the keys: first with the names of one ``properties``
-        of the schema before all others.
+        The text that ``json.dumps`` writes is tried first. Then whole numbers are written as
+        integers, and other orders of the keys are tried: first those in which the names that one
+        ``properties`` of the schema lists precede all others.
         """
         text = _json_text(value)
         if self.accepts(text):
@@ -459,7 +459,7 @@ def _satisfies(schema: Any, value: Any) -> bool:
 
 
 def _name_orders(schema: Any) -> Iterator[dict[str, int]]:
-    """Yield for each ``properties`` of a schema the places of its names."""
+    """Yield, for each ``properties`` of a schema, the index of each name that it lists."""
     if isinstance(schema, dict):
         properties = schema.get("properties")
         if isinstance(properties, dict):

@@ -49,10 +49,9 @@ _PROMPT = 1024
 _SHARED = 512  # number of cached tokens of a waiting request's prompt
 _LONG_PROMPT = 1 << 16  # prompt length of a waiting request for which there are too few pages
 _MAX_CACHED = 1 << 16  # maximum number of cached tokens of a prompt
-#: In the case with cached prompts, a waiting prompt has this number of uncached tokens for each
-#: running request. A waiting request must not start, so these tokens must need more pages than are
-#: free. The free pages are for the outputs of the running requests, and hold about `_MAX_STEPS`
-#: tokens for each of them.
+#: In the case with cached prompts: number of uncached tokens of a waiting prompt, per running
+#: request. These tokens must need more pages than are free, so that no waiting request starts. The
+#: free pages hold about `_MAX_STEPS` tokens of output per running request.
 _UNCACHED_PER_REQUEST = 640
 _MAX_LENGTH = 1 << 17
 _WARM_STEPS = 20
@@ -70,7 +69,7 @@ class Measurement(NamedTuple):
 
 
 class _Replays:
-    """Stands in for the engine's `Replays`: a round only commits a token per request."""
+    """Replaces the engine's `Replays`: a round commits one token per request and does no more."""
 
     looping = False
     round_s = 0.0

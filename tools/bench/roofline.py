@@ -145,8 +145,8 @@ class _AttentionTile:
         Instructions per step of 16 positions, and bytes that they transfer through the L1 cache
         and shared memory.
     part, part_l1
-        The same for the rest of a part of the positions, mainly for adding the results of its four
-        quarters.
+        The same for the work per part of the positions (attention_step.cuh) besides its steps,
+        mainly for adding the results of the part's four quarters.
     """
 
     step: float
@@ -226,7 +226,8 @@ def product(name: str, rows: int, columns: int, inner: int, count: int = 1) -> L
         row_blocks, column_blocks, splits = shape.grid
         l1_per_mma += 4096 * (block + outputs) / (block * outputs)  # copies to shared memory
         l2 = row_blocks * weights + column_blocks * (x + splits * square_sums)
-        # A tile of 256 rows loads the positions of rows before the sines and cosines.
+        # A tile of 256 rows must load the positions of its rows before the sines and cosines, which
+        # is one more load that waits for another one.
         loads = epilogue.loads + (name == "qkv" and block == 256)
         if splits > 1:
             # With split K, the first block of a tile stores the total of its partial sums, and the

@@ -156,8 +156,8 @@ def _estimated_time(tiles: int, rows: int, inner: int, splits: int) -> float:
     """Return the estimated time of a product, in units of the time of a wave without splits.
 
     With s splits there are more waves, each of which takes 1 / s of the time. But partial sums have
-    to be stored and added: the first block of a tile stores one total of its own partial sums, and
-    the other blocks store each of theirs. Each of the `tiles` has `rows` rows.
+    to be stored and added: the first block of a tile stores the total of its partial sums, and the
+    other blocks store every partial sum. Each of the `tiles` has `rows` rows.
     """
     concurrent = MULTIPROCESSORS * _BLOCKS_PER_MULTIPROCESSOR[rows]
     waves = ceil_div(tiles * splits, concurrent)
