@@ -526,6 +526,12 @@ def test_messages_can_have_roles_and_keys_of_the_template():
     ]
 
 
+def test_refusal_is_a_part_of_the_content():
+    parts = [{"type": "refusal", "refusal": "no"}, {"type": "text", "text": "thing"}]
+    [message] = read_messages([{"role": "assistant", "content": parts}])
+    assert message["content"] == "nothing"
+
+
 def test_template_gets_only_the_fields_of_a_message_that_have_a_meaning():
     function = {"name": "f", "arguments": "{}", "parsed_arguments": {}}
     call = {"id": "c", "type": "function", "index": 0, "function": function}

@@ -156,6 +156,35 @@ def test_thinking_token_budget_limits_reasoning_before_free_text(engine):
     assert (choice.finish_reason, len(choice.token_ids)) == ("length", 30)
 
 
+@pytest.mark.parametrize("include", [True, False])
+def test_usage_counts_reasoning_tokens_of_all_choices(engine, include):
+    """The tokens count even if the response does not include the reasoning."""
+    fields = {
+        "temperature": 1.5,
+        "seed": 3,
+        "ignore_eos": True,
+        "thinking_token_budget": 12,
+        "max_tokens": 30,
+        "include_reasoning": include,
+        "n": 2,
+    }
+    with (
+        run_server(engine, reasoning_parser="deepseek_r1") as server,
+        open_client(server.url) as client,
+    ):
+        response = chat(client, **fields, return_token_ids=True)
+        *_, last = chat(client, **fields, stream=True, stream_options={"include_usage": True})
+        plain = chat(client, max_tokens=8)
+    counts = []
+    for choice in response.choices:
+        texts = [engine.tokenizer.decode(choice.token_ids[:i], special=True) for i in range(31)]
+        counts.append(next(i for i, text in enumerate(texts) if "</think>" in text))
+    for usage in (response.usage, last.usage):
+        assert usage.completion_tokens_details.reasoning_tokens == sum(counts)
+    details = plain.usage.completion_tokens_details
+    assert details.reasoning_tokens == plain.usage.completion_tokens
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_is_left_out_or_part_of_the_content_on_request(engine, stream):
     """Without max_tokens for an answer, the whole output of deepseek_r1 is reasoning."""

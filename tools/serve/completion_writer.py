@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -153,10 +153,11 @@ class ResponseChoice:
         """Return the number of tokens of the reasoning section, including its end tag `END`."""
         if not self._has_reasoning:
             return 0
+        end = END.encode()
         text = b""
         for count, token in enumerate(output.tokens, 1):
-            text += self._parser.token_bytes(token)
-            if END.encode() in text:
+            text = text[1 - len(end) :] + self._parser.token_bytes(token)
+            if end in text:
                 return count
         return len(output.tokens)
 
@@ -321,7 +322,7 @@ class CompletionWriter:
         self._api_request = api_request
         self._model = model
         self._choices = choices
-        self._outputs: list[Output] = []
+        self._outputs: dict[int, Output] = {}
 
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Return the complete response."""
@@ -331,12 +332,12 @@ class CompletionWriter:
         body = response_body(self._api_request, self._model, choices)
         if self._api_request.chat:
             body["prompt_logprobs"] = self._choices[0].prompt_logprobs()
-        return body | {"usage": token_usage(outputs)}
+        return body | {"usage": self._usage(dict(enumerate(outputs)))}
 
     def messages(self, index: int, event: Event) -> Iterator[str]:
         """Yield the server-sent events for an engine event of the choice `index`."""
         if event.output is not None:
-            self._outputs.append(event.output)
+            self._outputs[index] = event.output
         for chunk in self._choices[index].chunks(event):
             body = response_body(self._api_request, self._model, [chunk])
             options = self._api_request.body.stream_options
@@ -349,8 +350,16 @@ class CompletionWriter:
         """Yield the last server-sent events."""
         if self._api_request.body.stream_options.include_usage:
             body = response_body(self._api_request, self._model, [])
-            yield _data_message(json.dumps(body | {"usage": token_usage(self._outputs)}))
+            yield _data_message(json.dumps(body | {"usage": self._usage(self._outputs)}))
         yield _data_message("[DONE]")
+
+    def _usage(self, outputs: Mapping[int, Output]) -> dict[str, Any]:
+        """Return the token usage of the outputs, by index of their choices."""
+        usage = token_usage([*outputs.values()])
+        if self._api_request.chat:
+            reasoning = [self._choices[i].reasoning_tokens(outputs[i]) for i in outputs]
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(reasoning)}
+        return usage
 
     def error_messages(self, error: ApiError) -> Iterator[str]:
         """Yield the server-sent events of an error that ended the stream."""

@@ -129,7 +129,9 @@ def _read_content(message: _Message) -> str:
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = []
     for part in parts:
-        text = part.get("text") if isinstance(part, dict) else None
+        text = None
+        if isinstance(part, dict):
+            text = part.get("refusal" if part.get("type") == "refusal" else "text")
         if not isinstance(text, str):
             got = part if isinstance(content, list) else content
             raise ApiError(f"content must be text, got {short_repr(got)}", param="messages")
