@@ -214,7 +214,8 @@ int main(int argc, char** argv) {
       data = machine.serialize();
       if (!machine.counts().empty()) {
         ++counting;
-        compare(machine, Machine::compile(rules, 2000, INT32_MAX), trie, seed);
+        const Machine other = Machine::compile(rules, 2000, INT32_MAX);
+        compare(Machine::deserialize(data), Machine::deserialize(other.serialize()), trie, seed);
       }
     } catch (
         const std::exception&) {  // malformed, too large, without a text, or ambiguous brackets

@@ -72,6 +72,15 @@ SCHEMAS = {
         250,
     ),
     "pattern": ({"type": "string", "pattern": "^[a-z]+-[0-9]{3}$", "maxLength": 300}, '"', 296),
+    "pattern_of_items": (
+        {
+            "type": "array",
+            "items": {"type": "string", "pattern": "^[a-z]+-[0-9]{3}$", "maxLength": 300},
+            "maxItems": 2,
+        },
+        '["a-123", "',
+        296,
+    ),
     "email": ({"type": "string", "format": "email", "maxLength": 300}, '"', 298),
     "patterns": (
         {
@@ -85,7 +94,7 @@ SCHEMAS = {
     ),
 }
 #: Schemas whose strings may contain only letters.
-LETTERS = {"pattern", "email", "patterns"}
+LETTERS = {"pattern", "pattern_of_items", "email", "patterns"}
 
 
 def tokens_of(text: str) -> list[int]:

@@ -77,6 +77,7 @@ class Pattern {
     const Nfa nfa({Rule{0, 0, program}}, Machine::kMaxNfaStates, /*max_unrolled=*/INT32_MAX, work);
     if (nfa.states[at(nfa.rules[0].start)].live) {
       machine_ = Machine::determinize(nfa, max_states, work);
+      machine_.build_table();
     }
   }
 
@@ -161,11 +162,6 @@ void bind_automaton(nb::module_& guide) {
       .def_prop_ro("num_states",
                    [](const AutomatonGrammar& grammar) { return grammar.machine().num_states(); })
       .def_prop_ro("nbytes", &AutomatonGrammar::nbytes)
-      .def("serialize",
-           [](const AutomatonGrammar& grammar) {
-             const std::string data = grammar.machine().serialize();
-             return nb::bytes(data.data(), data.size());
-           })
       .def("table", &table);
   nb::class_<AutomatonMatcher, NativeMatcher>(guide, "AutomatonMatcher")
       .def(nb::init<std::shared_ptr<const AutomatonGrammar>, std::vector<int32_t>>(),

@@ -82,7 +82,6 @@ class Determinizer {
     known_.assign(nfa_.states.size(), Machine::kDead);
     entries_of_rule_.resize(nfa_.rules.size());
     exits_of_rule_.resize(nfa_.rules.size());
-    out_.next_.reserve(std::min(nfa_.states.size(), at(max_states_)) * at(out_.num_classes_));
     state_of({nfa_.rules[0].start});  // state 0
     for (int32_t state = 0; state < sets_.size(); ++state) add_transitions(state);
     for (std::vector<Machine::Return>& returns : returns_) {
@@ -293,24 +292,45 @@ class Determinizer {
         edges_.push_back({out_.classes_[edge.low], out_.classes_[edge.high], edge.to});
       }
     }
-    out_.next_.resize(out_.next_.size() + at(out_.num_classes_), Machine::kDead);
-    row_ = out_.next_.data() + out_.next_.size() - at(out_.num_classes_);
+    if (edges_.size() == 1 && calls_.empty() && endings_.empty()) {
+      add_only_edge();
+      return;
+    }
+    row_.clear();
     add_edges();
     add_pushes();
     add_pops();
+    for (const Machine::Run& run : row_) {
+      if (&run == row_.data() || out_.runs_.back().next != run.next) {
+        out_.runs_.push_back(run);
+      } else {
+        out_.runs_.back().last = run.last;
+      }
+    }
+  }
+
+  // Adds the transitions of a state with one edge. Most states have one edge, for example those
+  // within a property name.
+  void add_only_edge() {
+    const Edge edge = edges_[0];
+    const int32_t classes = out_.num_classes_;
+    work_.count(classes / 8 + 2);
+    target_.assign(1, edge.target);
+    const int16_t next = transition_to(target_);
+    const auto add_run = [&](int16_t target, int32_t last) {
+      out_.runs_.push_back({target, static_cast<int16_t>(last)});
+    };
+    if (edge.low > 0) add_run(Machine::kDead, edge.low - 1);
+    add_run(next, edge.high);
+    if (edge.high + 1 < classes) add_run(Machine::kDead, classes - 1);
   }
 
   // Adds the transitions of the edges. Neighbouring classes with the same targets form a segment,
   // and transition_to() is called once per segment.
   void add_edges() {
     const int32_t classes = out_.num_classes_;
-    if (edges_.size() <= 1) {  // most states, for example those within a property name
-      for (const Edge& edge : edges_) {
-        work_.count(1);
-        target_.assign(1, edge.target);
-        std::fill(row_ + edge.low, row_ + edge.high + 1, transition_to(target_));
-      }
-      work_.count(classes / 8 + 1);
+    if (edges_.empty()) {
+      row_.push_back({Machine::kDead, static_cast<int16_t>(classes - 1)});
       return;
     }
     segment_of_.assign(at(classes) + 1, 0);
@@ -333,7 +353,8 @@ class Determinizer {
       const int32_t segment = segment_of_[at(first)];
       const std::vector<int32_t>& targets = targets_[at(segment)];
       const int16_t next = targets.empty() ? Machine::kDead : transition_to(targets);
-      for (; first < classes && segment_of_[at(first)] == segment; ++first) row_[first] = next;
+      while (first < classes && segment_of_[at(first)] == segment) ++first;
+      row_.push_back({next, static_cast<int16_t>(first - 1)});
     }
   }
 
@@ -415,12 +436,20 @@ class Determinizer {
   }
 
   void add_action(uint8_t byte, int16_t entry, int16_t target) {
-    int16_t& next = row_[out_.classes_[byte]];
-    if (next != Machine::kDead) {
+    const int16_t byte_class = out_.classes_[byte];
+    size_t i = 0;
+    while (row_[i].last < byte_class) ++i;
+    const Machine::Run run = row_[i];
+    if (run.next != Machine::kDead) {
       throw std::domain_error("automaton: byte " + std::to_string(byte) +
                               " may be a bracket or another character");
     }
-    next = action_of(entry, target);
+    row_[i] = {action_of(entry, target), byte_class};
+    if (run.last > byte_class) row_.insert(row_.begin() + static_cast<ptrdiff_t>(i) + 1, run);
+    if (byte_class > (i == 0 ? 0 : row_[i - 1].last + 1)) {
+      row_.insert(row_.begin() + static_cast<ptrdiff_t>(i),
+                  {Machine::kDead, static_cast<int16_t>(byte_class - 1)});
+    }
   }
 
   // Returns the result of Machine::next() for an action. Adds the action if it is new.
@@ -456,7 +485,7 @@ class Determinizer {
   std::vector<Edge> edges_;
   std::vector<Call> calls_;
   std::vector<std::pair<uint8_t, int32_t>> endings_;  // closing byte and rule
-  int16_t* row_ = nullptr;                            // transitions of the state
+  std::vector<Machine::Run> row_;                     // transitions of the state
   std::vector<int32_t> target_;                       // target of the state's only edge
   std::vector<int32_t> segment_of_;                   // by class
   std::vector<std::vector<int32_t>> targets_;         // by segment

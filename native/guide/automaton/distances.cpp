@@ -103,19 +103,18 @@ class DistanceSearch {
     const auto states = at(machine_.num_states());
     const auto entries = at(machine_.num_entries());
     const std::vector<Machine::Action>& actions = machine_.actions();
-    // Transitions and their results, without classes that have the result of the class before them.
+    // Transitions of each run's first class, and their results.
     std::vector<std::pair<int16_t, Source>> transitions;
-    for (int32_t state = 0; state < machine_.num_states(); ++state) {
-      int16_t previous = Machine::kDead;
-      for (int32_t c = 0; c < machine_.num_classes(); ++c) {
-        const int16_t next = machine_.of_class(state, c);
-        if (next != previous && next != Machine::kDead) {
-          const bool resets =
-              next < 0 && machine_.action(next).entry == Machine::kReset;  // like a plain byte
-          transitions.push_back({resets ? machine_.action(next).target : next, {state, c}});
-        }
-        previous = next;
+    transitions.reserve(machine_.runs().size());
+    Source source{0, 0};
+    for (const Machine::Run& run : machine_.runs()) {
+      if (run.next != Machine::kDead) {
+        const bool resets =
+            run.next < 0 && machine_.action(run.next).entry == Machine::kReset;  // a plain byte
+        transitions.push_back({resets ? machine_.action(run.next).target : run.next, source});
       }
+      source.byte_class = run.last + 1;
+      if (source.byte_class == machine_.num_classes()) source = {source.state + 1, 0};
     }
     sources_.fill(states, [&](auto add) {
       for (const auto& [next, source] : transitions) {

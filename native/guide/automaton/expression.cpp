@@ -90,8 +90,10 @@ void ExpressionTree::read_operation() {
   const int32_t op = read(0);
   if (op > static_cast<int32_t>(Op::kMultiple)) fail();
   Node node{static_cast<Op>(op)};
+  node.begin = static_cast<int32_t>(position_) - 1;
   node.operands = static_cast<int32_t>(position_);
   check_operands(&node);
+  node.end = static_cast<int32_t>(position_);
   stack_.push_back(static_cast<int32_t>(nodes_.size()));
   nodes_.push_back(node);
 }
@@ -145,6 +147,7 @@ void ExpressionTree::take_children(Node* node, int32_t count) {
   node->num_children = count;
   children_.insert(children_.end(), stack_.end() - count, stack_.end());
   stack_.resize(stack_.size() - at(count));
+  node->begin = nodes_[at(child(*node, 0))].begin;
   for (int32_t i = 0; i < count; ++i) {
     const Node& part = nodes_[at(child(*node, i))];
     node->nesting = std::max(node->nesting, part.nesting + 1);

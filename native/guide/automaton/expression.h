@@ -69,6 +69,8 @@ class ExpressionTree {
  public:
   struct Node {
     Op op;
+    int32_t begin = 0;         // position of the expression in the program
+    int32_t end = 0;           // position after the expression
     int32_t operands = 0;      // position of the operation's operands in the program
     int32_t first_child = 0;   // index into the children of all nodes
     int32_t num_children = 0;  // kMembers: the separator, then the items
@@ -84,6 +86,10 @@ class ExpressionTree {
   const Node& node(int32_t index) const { return nodes_[at(index)]; }
   int32_t child(const Node& node, int32_t i) const { return children_[at(node.first_child + i)]; }
   int32_t operand(const Node& node, int32_t i) const { return program_[at(node.operands + i)]; }
+  // Returns the integers of a node's expression.
+  std::vector<int32_t> expression(const Node& node) const {
+    return {program_.begin() + node.begin, program_.begin() + node.end};
+  }
 
  private:
   void read_operation();

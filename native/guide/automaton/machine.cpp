@@ -12,6 +12,7 @@ namespace {
 struct Header {
   int32_t states;
   int32_t classes;
+  int32_t runs;
   int32_t entries;
   int32_t exits;
   int32_t actions;
@@ -40,14 +41,16 @@ void read(const std::string& data, size_t* position, size_t count, std::vector<I
 }  // namespace
 
 size_t Machine::nbytes() const {
-  return classes_.size() + next_.size() * sizeof(int16_t) + actions_.size() * sizeof(Action) +
-         returns_begin_.size() * sizeof(int32_t) + returns_.size() * sizeof(Return) +
-         accepting_.size() + counts_.size() * sizeof(Count) + limits_.size() * sizeof(int32_t);
+  return classes_.size() + runs_.size() * sizeof(Run) + next_.size() * sizeof(int16_t) +
+         actions_.size() * sizeof(Action) + returns_begin_.size() * sizeof(int32_t) +
+         returns_.size() * sizeof(Return) + accepting_.size() + counts_.size() * sizeof(Count) +
+         limits_.size() * sizeof(int32_t);
 }
 
 std::string Machine::serialize() const {
   const Header header{num_states(),
                       num_classes_,
+                      static_cast<int32_t>(runs_.size()),
                       num_entries(),
                       num_exits_,
                       static_cast<int32_t>(actions_.size()),
@@ -59,7 +62,7 @@ std::string Machine::serialize() const {
   append(&data, returns_begin_);
   append(&data, counts_);
   append(&data, limits_);
-  append(&data, next_);
+  append(&data, runs_);
   append(&data, actions_);
   append(&data, returns_);
   append(&data, classes_);
@@ -73,6 +76,7 @@ Machine Machine::deserialize(const std::string& data) {
   std::memcpy(&header, data.data(), sizeof(header));
   require(0 < header.states && header.states <= kMaxStates);
   require(0 < header.classes && header.classes <= 256);
+  require(0 < header.runs);
   require(0 <= header.entries && header.entries <= INT16_MAX);
   require(0 <= header.exits && header.exits <= INT16_MAX);
   require(0 <= header.actions && header.actions <= kMaxActions && 0 <= header.returns);
@@ -84,14 +88,25 @@ Machine Machine::deserialize(const std::string& data) {
   read(data, &position, at(header.entries) + 1, &out.returns_begin_);
   read(data, &position, at(header.counts), &out.counts_);
   read(data, &position, header.counts > 0 ? at(header.states) : 0, &out.limits_);
-  read(data, &position, at(header.states) * at(header.classes), &out.next_);
+  read(data, &position, at(header.runs), &out.runs_);
   read(data, &position, at(header.actions), &out.actions_);
   read(data, &position, at(header.returns), &out.returns_);
   read(data, &position, 256, &out.classes_);
   read(data, &position, at(header.states), &out.accepting_);
   require(position == data.size());
   out.check();
+  out.build_table();
   return out;
+}
+
+void Machine::build_table() {
+  next_.clear();
+  next_.reserve(accepting_.size() * at(num_classes_));
+  int16_t first = 0;  // class
+  for (const Run& run : runs_) {
+    next_.insert(next_.end(), at(run.last + 1 - first), run.next);
+    first = run.last + 1 == num_classes_ ? 0 : static_cast<int16_t>(run.last + 1);
+  }
 }
 
 // Requires that all numbers are within their ranges (invariant 4).
@@ -102,9 +117,16 @@ void Machine::check() const {
     require(classes_[byte] == previous || (byte > 0 && classes_[byte] == previous + 1));
   }
   require(classes_[255] == num_classes_ - 1);
-  for (const int16_t next : next_) {
-    require(next < states && kFirstAction - next < static_cast<int32_t>(actions_.size()));
+  int32_t ends = 0;   // states whose runs end
+  int16_t first = 0;  // first class of the next run
+  for (const Run& run : runs_) {
+    require(run.next < states && kFirstAction - run.next < static_cast<int32_t>(actions_.size()));
+    require(first <= run.last && run.last < num_classes_);
+    const bool is_end = run.last + 1 == num_classes_;
+    ends += is_end ? 1 : 0;
+    first = is_end ? 0 : static_cast<int16_t>(run.last + 1);
   }
+  require(first == 0 && ends == states);
   for (const Action& action : actions_) {
     const int32_t targets = action.entry == kPop     ? num_exits_
                             : action.entry == kCount ? static_cast<int32_t>(counts_.size())

@@ -67,6 +67,11 @@ class Machine {
     int16_t exit;
     int16_t state;
   };
+  // Neighbouring classes of bytes with the same result of next().
+  struct Run {
+    int16_t next;
+    int16_t last;  // last class
+  };
 
   // Default of `max_unrolled`. Counting makes a machine smaller, but near a limit of the counter, a
   // state needs a mask row for each value of the counter (see AutomatonGrammar).
@@ -78,15 +83,24 @@ class Machine {
   // exceeds their minimum by more than `max_unrolled`, if one counter is enough. Throws
   // std::runtime_error if an expression is malformed, std::length_error if it exceeds a limit, and
   // std::domain_error if the grammar allows no text, or if a byte may open or close a rule and also
-  // be another character at the same place.
+  // be another character at the same place. The result has no transition table; see
+  // build_table().
   static Machine compile(const std::vector<Rule>& rules, int32_t max_states,
                          int32_t max_unrolled = kMaxUnrolled);
-  // Throws AmbiguousCount if one counter is not enough.
+  // Throws AmbiguousCount if one counter is not enough. The result has no transition table.
   static Machine determinize(const Nfa& nfa, int32_t max_states, Work* work);
 
-  // Reads the result of serialize(). Throws std::runtime_error if the data is invalid.
+  // Reads the result of serialize(), and builds the transition table. Throws std::runtime_error if
+  // the data is invalid.
   static Machine deserialize(const std::string& data);
+  // The machine must have runs.
   std::string serialize() const;
+
+  // Transitions are stored as runs and, for quick access, in a table. A table is much larger than
+  // the runs, so it is only built where it is used. The functions next(), of_class() and table()
+  // need it.
+  void build_table();
+  void drop_runs() { runs_ = {}; }
 
   int32_t num_states() const { return static_cast<int32_t>(accepting_.size()); }
   int32_t num_classes() const { return num_classes_; }
@@ -121,6 +135,8 @@ class Machine {
   // Arrays, which the device uses too:
   // [256]: class of each byte.
   const std::vector<uint8_t>& classes() const { return classes_; }
+  // Runs of all states. The runs of a state end with the run of the last class.
+  const std::vector<Run>& runs() const { return runs_; }
   // [states][classes]: results of of_class().
   const std::vector<int16_t>& table() const { return next_; }
   const std::vector<Action>& actions() const { return actions_; }
@@ -141,7 +157,8 @@ class Machine {
   int32_t num_classes_ = 0;
   int32_t num_exits_ = 0;
   std::vector<uint8_t> classes_ = std::vector<uint8_t>(256);
-  std::vector<int16_t> next_;  // state 0 is the start
+  std::vector<Run> runs_;  // state 0 is the start
+  std::vector<int16_t> next_;
   std::vector<Action> actions_;
   std::vector<int32_t> returns_begin_ = {0};
   std::vector<Return> returns_;

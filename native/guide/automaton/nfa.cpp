@@ -25,6 +25,36 @@ bool is_finite(const ExpressionTree& tree, int32_t index) {
   return true;
 }
 
+// Neighbouring bytes with the same transition.
+struct ByteRun {
+  int16_t next;
+  int16_t end;  // one more than the last byte
+};
+constexpr ByteRun kDeadRun = {Machine::kDead, 256};
+
+// The transitions of all states of a machine as runs of bytes.
+class ByteRuns {
+ public:
+  explicit ByteRuns(const Machine& machine) {
+    std::array<int16_t, 256> ends{};  // by class: one more than the last byte
+    for (int16_t byte = 0; byte < 256; ++byte) {
+      ends[machine.classes()[at(byte)]] = static_cast<int16_t>(byte + 1);
+    }
+    runs_.reserve(machine.runs().size());
+    for (const Machine::Run& run : machine.runs()) {
+      if (runs_.empty() || runs_.back().end == 256) begins_.push_back(runs_.size());
+      runs_.push_back({run.next, ends[at(run.last)]});
+    }
+  }
+
+  // The last run of a state ends with 256.
+  const ByteRun* begin(int32_t state) const { return &runs_[begins_[at(state)]]; }
+
+ private:
+  std::vector<ByteRun> runs_;
+  std::vector<size_t> begins_;  // by state
+};
+
 // Maximum number of repetitions of a counted loop that a product unrolls.
 constexpr int32_t kMaxTail = 64;
 
@@ -154,7 +184,7 @@ int32_t Nfa::emit(const ExpressionTree& tree, int32_t index, int32_t from) {
       return emit_members(tree, node, from);
     case Op::kBoth:
     case Op::kMinus:
-      return emit_product(tree, node, from);
+      return add_product(tree, node, from);
     case Op::kMultiple:
       return emit_multiple(tree.operand(node, 0), tree.operand(node, 1), from);
   }
@@ -350,6 +380,60 @@ int32_t Nfa::emit_multiple(int32_t divisor, int32_t places, int32_t from) {
   return end;
 }
 
+std::array<int32_t, 4> Nfa::sizes() const {
+  const auto size = [](const auto& items) { return static_cast<int32_t>(items.size()); };
+  return {size(states), size(byte_edges), size(free_edges), size(counts)};
+}
+
+// Adds a product, or a copy of it if the same product has been added before.
+int32_t Nfa::add_product(const ExpressionTree& tree, const ExpressionTree::Node& node,
+                         int32_t from) {
+  std::vector<int32_t> expression = tree.expression(node);
+  const auto found = products_.find(expression);
+  if (found != products_.end()) return add_copy(found->second, from);
+  const std::array<int32_t, 4> begins = sizes();
+  const int32_t end = emit_product(tree, node, from);
+  products_.emplace(std::move(expression), Product{begins, sizes()});
+  return end;
+}
+
+int32_t Nfa::add_copy(const Product& product, int32_t from) {
+  const auto [first_state, first_byte_edge, first_free_edge, first_count] = product.begins;
+  const auto [last_state, last_byte_edge, last_free_edge, last_count] = product.ends;
+  const std::array<int32_t, 4> new_begins = sizes();
+  const auto end = new_begins[0];
+  const auto moved = [&](int32_t index, size_t kind) {
+    return index == kNone ? kNone : index + new_begins[kind] - product.begins[kind];
+  };
+  const size_t num_byte_edges = byte_edges.size() + at(last_byte_edge - first_byte_edge);
+  if (last_state - first_state > max_states_ - end || num_byte_edges > 2 * at(max_states_)) {
+    throw std::length_error("automaton: expression is too large");
+  }
+  work_->count(last_state - first_state);
+  add_state();
+  for (int32_t i = first_state + 1; i < last_state; ++i) {
+    State state = states[at(i)];
+    state.edge = moved(state.edge, 1);
+    state.free = moved(state.free, 2);
+    state.count = moved(state.count, 3);
+    states.push_back(state);
+  }
+  for (int32_t i = first_byte_edge; i < last_byte_edge; ++i) {
+    const ByteEdge edge = byte_edges[at(i)];
+    byte_edges.push_back({edge.low, edge.high, moved(edge.to, 0), moved(edge.next, 1)});
+  }
+  if (last_state > first_state + 1) connect(from, end + 1);  // like the first free edge
+  for (int32_t i = first_free_edge + 1; i < last_free_edge; ++i) {
+    const FreeEdge edge = free_edges[at(i)];
+    free_edges.push_back({moved(edge.to, 0), moved(edge.next, 2)});
+  }
+  for (int32_t i = first_count; i < last_count; ++i) {
+    const Count count = counts[at(i)];
+    counts.push_back({count.limit, moved(count.below, 0), moved(count.reached, 0)});
+  }
+  return end;
+}
+
 // Adds the product of two deterministic automata: the texts of the first one that the second one
 // matches too (kBoth) or does not match (kMinus).
 //
@@ -375,6 +459,8 @@ int32_t Nfa::emit_product(const ExpressionTree& tree, const ExpressionTree::Node
     const ExpressionTree::Node& repeat = tree.node(tree.child(node, 1));
     Machine part;
     if (determinized(tree.child(repeat, 0), INT32_MAX, 0, &part)) {
+      first.build_table();
+      part.build_table();
       tail = longest_ending(first, part, work_);
     }
     if (tail <= kMaxTail) max_unrolled = max_unrolled_;
@@ -382,17 +468,8 @@ int32_t Nfa::emit_product(const ExpressionTree& tree, const ExpressionTree::Node
   const bool second_has_text = determinized(tree.child(node, 1), max_unrolled, tail, &second);
   if (!first_has_text || (!second_has_text && node.op == Op::kBoth)) return end;
 
-  // Neither automaton distinguishes the bytes between two of these limits.
-  std::vector<int> limits;
-  for (int byte = 0; byte < 256; ++byte) {
-    const size_t i = at(byte);
-    if (byte == 0 || first.classes()[i] != first.classes()[i - 1] ||
-        second.classes()[i] != second.classes()[i - 1]) {
-      limits.push_back(byte);
-    }
-  }
-  limits.push_back(256);
-
+  const ByteRuns runs_of_first(first);
+  const ByteRuns runs_of_second(second);
   // States of both automata. For the second one, also kDead, or a result of Machine::next() that
   // changes the counter before the next state.
   using Pair = std::pair<int32_t, int32_t>;
@@ -431,29 +508,27 @@ int32_t Nfa::emit_product(const ExpressionTree& tree, const ExpressionTree::Node
     if (pair.second >= 0 && second.limit(pair.second) != Machine::kNoLimit) {
       states[at(state)].limit = second.limit(pair.second);
     }
-    const bool accepts = pair.second != Machine::kDead && second.accepting(pair.second);
+    const bool is_dead = pair.second == Machine::kDead;
+    const bool accepts = !is_dead && second.accepting(pair.second);
     if (first.accepting(pair.first) && accepts == (node.op == Op::kBoth)) connect(state, end);
-    const auto target_of = [&](int byte) -> Pair {
-      const auto value = static_cast<uint8_t>(byte);
-      return {first.next(pair.first, value),
-              pair.second == Machine::kDead ? Machine::kDead : second.next(pair.second, value)};
-    };
-    work_->count(static_cast<int64_t>(limits.size()));
-    Pair target = target_of(0);
-    for (size_t low = 0; low + 1 < limits.size();) {
-      size_t high = low;
-      Pair following;
-      while (++high + 1 < limits.size() && (following = target_of(limits[high])) == target) {
+    // The next run of each machine, and the pair that the current run of bytes leads to.
+    const ByteRun* run = runs_of_first.begin(pair.first);
+    const ByteRun* other = is_dead ? &kDeadRun : runs_of_second.begin(pair.second);
+    for (int low = 0; low < 256;) {
+      const Pair target = {run->next, other->next};
+      int high = low;  // one more than the last byte with this target
+      for (; high < 256 && Pair{run->next, other->next} == target; work_->count(1)) {
+        high = std::min(run->end, other->end);
+        if (run->end == high && high < 256) ++run;
+        if (other->end == high && high < 256) ++other;
       }
-      const bool dead = target.first == Machine::kDead ||
-                        (target.second == Machine::kDead && node.op == Op::kBoth);
-      if (!dead) {
-        add_byte_edge(state,
-                      {static_cast<uint8_t>(limits[low]), static_cast<uint8_t>(limits[high] - 1)},
+      const bool leads_to_text = target.first != Machine::kDead &&
+                                 (target.second != Machine::kDead || node.op == Op::kMinus);
+      if (leads_to_text) {
+        add_byte_edge(state, {static_cast<uint8_t>(low), static_cast<uint8_t>(high - 1)},
                       state_of(target));
       }
       low = high;
-      target = following;
     }
   }
   return end;

@@ -1,7 +1,9 @@
 // Nondeterministic automaton of a grammar's rules.
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <map>
 #include <vector>
 
 #include "guide/automaton/expression.h"
@@ -85,8 +87,20 @@ class Nfa {
   int32_t emit_product(const ExpressionTree& tree, const ExpressionTree::Node& node, int32_t from);
   int32_t emit_multiple(int32_t divisor, int32_t places, int32_t from);
 
+  // Ranges of the states, edges and counts that emit_product() has added. The first state is the
+  // state at the end. If there are others, the second one is the start.
+  struct Product {
+    std::array<int32_t, 4> begins;  // indices into states, byte_edges, free_edges and counts
+    std::array<int32_t, 4> ends;
+  };
+  int32_t add_product(const ExpressionTree& tree, const ExpressionTree::Node& node, int32_t from);
+  int32_t add_copy(const Product& product, int32_t from);
+  std::array<int32_t, 4> sizes() const;
+
   void find_live_states();
 
+  // Products by their expressions. Computing a product takes longer than copying it.
+  std::map<std::vector<int32_t>, Product> products_;
   int32_t max_states_;
   int32_t max_unrolled_;
   int32_t tail_;

@@ -224,6 +224,7 @@ AutomatonGrammar::AutomatonGrammar(Machine machine, std::shared_ptr<const TokenT
       memory_(std::move(memory)),
       distances_(machine_, *trie_),
       text_states_(machine_, distances_) {
+  machine_.drop_runs();
   rows_ = std::vector<std::atomic<const BaseRow*>>(at(machine_.num_states()));
 }
 
