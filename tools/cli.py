@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import re
 import signal
@@ -43,13 +44,20 @@ class _Parser(argparse.ArgumentParser):
         """Print an error and exit with status 2."""
         super().error(re.sub(r"(\S{80})\S{20,}", r"\1...", message))
 
+    def refuse_unknown(self, arguments: Sequence[str]) -> NoReturn:
+        """Print an error that names unknown arguments and the most similar option, and exit."""
+        message = f"unrecognized arguments: {' '.join(arguments)}"
+        options = [name for action in self._actions for name in action.option_strings]
+        similar = difflib.get_close_matches(arguments[0].partition("=")[0], options, 1)
+        self.error(message + (f"; did you mean {similar[0]}?" if similar else ""))
+
 
 def parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
     """Return the argument parser of ``graft``.
 
     If the `arguments` are given, the parser knows the options of those subcommands only that the
     arguments name, because their modules take most of the startup time. The attribute `run` of the
-    parsed options is the function that runs the subcommand.
+    parsed options is the function that runs the subcommand, and `parser` is its parser.
     """
     from graft.tools.version import version
 
@@ -62,6 +70,7 @@ def parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     for name, (module, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=_sentence(text))
+        command.set_defaults(parser=command)
         if arguments is None or name in arguments:
             importlib.import_module(f"graft.tools.{module}").add_arguments(command)
     return top
@@ -99,7 +108,9 @@ def _run(arguments: Sequence[str] | None, has_stdout: bool) -> int:
     if arguments is None:
         arguments = sys.argv[1:]
     try:
-        options = parser(arguments).parse_args(arguments)
+        options, unknown = parser(arguments).parse_known_args(arguments)
+        if unknown:
+            options.parser.refuse_unknown(unknown)
         if not has_stdout and options.command in ANSWERING:
             raise OptionError("standard output is closed, so the output cannot be written")
         if getattr(options, "parallel", False) and not _is_first_rank(options):

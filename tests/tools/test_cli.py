@@ -489,7 +489,9 @@ def test_generate_names_option_values_that_do_not_parse(arguments, message, caps
 def test_generate_reports_misspelled_option_rather_than_missing_prompt(capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["generate", "--promt", "x"])
-    assert capsys.readouterr().err.endswith("unrecognized arguments: --promt x\n")
+    assert capsys.readouterr().err.endswith(
+        "graft generate: error: unrecognized arguments: --promt x; did you mean --prompt?\n"
+    )
     assert cli.main(["generate"]) == 2
     assert "--prompt and --prompts is required" in capsys.readouterr().err
 
