@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import json
@@ -151,14 +152,25 @@ def backend(request):
     return make_backend(request.param, BYTES)
 
 
+@functools.cache
+def compiled_grammar(backend, form, fields):
+    """Return the grammar of the calls of a request, whose `fields` are JSON."""
+    output = TOOL_FORMATS[form].output(chosen_tools(json.loads(fields)))
+    return backend.compile(GrammarSpec.structural_format(output))
+
+
 def accepter(backend, form, **fields):
-    """Return a function that returns whether the grammar of a request allows a text."""
-    output = TOOL_FORMATS[form].output(chosen_tools({"tools": TOOLS, **fields}))
-    compiled = backend.compile(GrammarSpec.structural_format(output))
+    """Return a function that returns whether the grammar of a request allows a text or ids."""
+    return accepter_of(compiled_grammar(backend, form, json.dumps({"tools": TOOLS, **fields})))
+
+
+def accepter_of(compiled):
+    """Return a function that returns whether a compiled grammar allows a text or ids."""
 
     def accepts(text):
         matcher = compiled.matcher()
-        return all(map(matcher.accept, text.encode())) and matcher.accept(STOP)
+        ids = text.encode() if isinstance(text, str) else text
+        return all(map(matcher.accept, ids)) and matcher.accept(STOP)
 
     return accepts
 
@@ -224,19 +236,11 @@ def test_special_tokens_are_legal_instead_of_their_names_in_calls(notation):
     """Each marker of a notation may be a token or be spelled, in calls but not in arguments."""
     form = notation.split("/")[0]
     write, join = NOTATIONS[notation]
-    markers = TOOL_FORMATS[form].markers
-    names = {name: STOP + 1 + i for i, name in enumerate(markers)}
-    tokens = [bytes([byte]) for byte in range(256)] + [b""] * (len(names) + 1)
-    backend = make_backend("llguidance", Vocabulary(tokens, len(tokens), [STOP], names))
+    backend, names = backend_with_markers(form)
+    markers = list(names)
     for choice, parallel in itertools.product(("auto", "required"), (True, False)):
-        fields = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": parallel}
-        output = TOOL_FORMATS[form].output(chosen_tools(fields))
-        compiled = backend.compile(GrammarSpec.structural_format(output))
-
-        def accepts(ids, compiled=compiled):
-            matcher = compiled.matcher()
-            return all(map(matcher.accept, ids)) and matcher.accept(STOP)
-
+        fields = {"tool_choice": choice, "parallel_tool_calls": parallel}
+        accepts = accepter(backend, form, **fields)
         calls = [("town", {"city": "x", "size": 1}), ("now", {})]
         text = join([write(*call) for call in calls[: 1 + parallel]])
         used = [name for name in markers if name in text]
@@ -251,6 +255,14 @@ def test_special_tokens_are_legal_instead_of_their_names_in_calls(notation):
             begin, end = call[:at], call[at + len(name) :]
             assert accepts((begin + name + end).encode())
             assert not accepts([*begin.encode(), names[name], *end.encode()])
+
+
+@functools.cache
+def backend_with_markers(form):
+    """Return a backend in whose vocabulary the markers of a notation are tokens, and their ids."""
+    names = {name: STOP + 1 + i for i, name in enumerate(TOOL_FORMATS[form].markers)}
+    tokens = [bytes([byte]) for byte in range(256)] + [b""] * (len(names) + 1)
+    return make_backend("llguidance", Vocabulary(tokens, len(tokens), [STOP], names)), names
 
 
 def replaced(ids, old, new):
@@ -547,11 +559,9 @@ def test_error_names_the_function_whose_schema_cannot_be_enforced(form):
         spec.check()
 
 
-@pytest.mark.parametrize("parallel", [True, False])
-@pytest.mark.parametrize("notation", NOTATIONS)
-def test_output_consists_of_calls_or_satisfies_response_format(notation, parallel):
-    form = notation.split("/")[0]
-    write, join = NOTATIONS[notation]
+@functools.cache
+def grammar_with_response_format(form, parallel):
+    """Return the grammar of a request that has tools and a response format."""
     schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
     fields = {
         "tools": TOOLS,
@@ -560,12 +570,14 @@ def test_output_consists_of_calls_or_satisfies_response_format(notation, paralle
     }
     found, _ = find_grammars(chat_request(**fields), Limits(), TOOL_FORMATS[form])
     spec = GrammarSpec.structural_format(found.value["format"])
-    compiled = make_backend("llguidance", BYTES).compile(spec)
+    return make_backend("llguidance", BYTES).compile(spec)
 
-    def accepts(text):
-        matcher = compiled.matcher()
-        return all(map(matcher.accept, text.encode())) and matcher.accept(STOP)
 
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("notation", NOTATIONS)
+def test_output_consists_of_calls_or_satisfies_response_format(notation, parallel):
+    write, join = NOTATIONS[notation]
+    accepts = accepter_of(grammar_with_response_format(notation.split("/")[0], parallel))
     calls = [write(*CALLS[0]), write(*CALLS[-1])]
     assert accepts('{"name": "town"}')
     assert accepts(calls[0]) == (notation != "llama3_json")
