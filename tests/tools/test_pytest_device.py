@@ -53,7 +53,12 @@ def run_tests(tmp_path, *options: str) -> str:
     (tmp_path / "test_faults.py").write_text(TESTS)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", *options, str(tmp_path)],
-        env={**os.environ, "GRAFT_DEVICE": "soft", "PYTEST_ADDOPTS": ""},
+        env={
+            **os.environ,
+            "GRAFT_DEVICE": "soft",
+            "PYTEST_ADDOPTS": "",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "" if "-n" in options else "1",  # xdist is one
+        },
         capture_output=True,
         text=True,
         cwd=tmp_path,
