@@ -34,7 +34,8 @@ REFUSED = {"type": "string", "not": {"format": "email"}}
 
 def parse_requests(*arguments: str):
     """Return the requests that a command line of ``graft generate`` defines."""
-    return read_requests(cli.parser().parse_args(["generate", *arguments]))
+    command = ["generate", *arguments]
+    return read_requests(cli.parser(command).parse_args(command))
 
 
 def run_json(capsys, *arguments: str, status: int = 0):
@@ -496,14 +497,15 @@ def test_generate_reports_misspelled_option_rather_than_missing_prompt(capsys):
     assert "--prompt and --prompts is required" in capsys.readouterr().err
 
 
-def test_draft_length_auto_counts_rounds_by_length(capsys):
+def test_draft_length_auto_counts_rounds_by_length(code_output, capsys):
     """With --draft-length auto, greedy outputs are the same as with a fixed draft length.
 
     The report contains the number of rounds for each draft length.
     """
     fixed = run_json(capsys, *CODE, "--draft-length", "2")
+    assert fixed["outputs"][0]["tokens"] == code_output["tokens"]
     auto = run_json(capsys, *CODE, "--draft-length", "auto")
-    assert auto["outputs"][0]["tokens"] == fixed["outputs"][0]["tokens"]
+    assert auto["outputs"][0]["tokens"] == code_output["tokens"]
     assert fixed["rounds_by_length"] == {"2": fixed["rounds"]}
     assert sum(auto["rounds_by_length"].values()) == auto["rounds"]
     assert auto["rounds_by_length"].keys() <= {"0", "1", "3", "7"}
@@ -512,15 +514,24 @@ def test_draft_length_auto_counts_rounds_by_length(capsys):
 CODE = ["--prompt", "code: QF-5702\nGive only the code.", "--regex", "[A-Z]{2}-[0-9]{4}"]
 
 
+@pytest.fixture(scope="module")
+def code_output():
+    """Return the output of the command ``graft generate --json`` with the options `CODE`."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert cli.main(["generate", "--json", *CODE]) == 0
+    [output] = json.loads(printed.getvalue())["outputs"]
+    return output
+
+
 @pytest.mark.parametrize(
     "options",
     ["--no-speculation", "--draft-masking none", "--draft dflash", "--draft-tree 0,1,0.0"],
 )
 @pytest.mark.full("--draft-masking none")
-def test_draft_options_do_not_change_greedy_output(options, capsys):
-    [expected] = run_json(capsys, *CODE)["outputs"]
+def test_draft_options_do_not_change_greedy_output(options, code_output, capsys):
     [output] = run_json(capsys, *CODE, *options.split())["outputs"]
-    assert output["tokens"] == expected["tokens"]
+    assert output["tokens"] == code_output["tokens"]
     assert output["valid"] is True
 
 
@@ -553,11 +564,9 @@ def test_generate_n_reports_each_sample_with_logprobs(capsys):
     assert all(len(o["logprobs"]) == len(o["tokens"]) > 0 for o in outputs)
 
 
-def test_generate_stream_prints_the_complete_text(capsys):
-    assert cli.main(["generate", *CODE]) == 0
-    text = capsys.readouterr().out
+def test_generate_stream_prints_the_complete_text(code_output, capsys):
     assert cli.main(["generate", "--stream", *CODE]) == 0
-    assert capsys.readouterr().out == text
+    assert capsys.readouterr().out == code_output["text"] + "\n"
 
 
 def test_generate_stream_numbers_rows_without_id(tmp_path, capsys):
@@ -649,11 +658,12 @@ def run_shell(command: str):
             "",
             marks=pytest.mark.full,
         ),
-        (
+        pytest.param(
             "GRAFT generate --prompt x --choice yes >&-",
             2,
             "",
             "graft: standard output is closed, so the output cannot be written\n",
+            marks=pytest.mark.full,
         ),
         pytest.param(
             "GRAFT generate --prompt x --choice yes >/dev/full",
@@ -674,7 +684,7 @@ def test_command_works_with_closed_and_full_standard_streams(command, status, st
 @pytest.mark.parametrize(
     ("streams", "has_url"),
     [
-        ("<&- >&- 2>&-", False),
+        pytest.param("<&- >&- 2>&-", False, marks=pytest.mark.full),
         pytest.param(">/dev/full", False, marks=pytest.mark.full),
         pytest.param("2>&-", True, marks=pytest.mark.full),
     ],
@@ -689,6 +699,25 @@ def test_server_works_with_closed_and_full_standard_streams(streams, has_url):
         "done; kill $!; wait $!"
     )
     assert (done.returncode, bool(done.stdout), done.stderr) == (0, has_url, "")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (
+            "generate --prompt x",
+            "graft: standard output is closed, so the output cannot be written\n",
+        ),
+        ("serve --model /no/such/model", "graft: /no/such/model is not a folder: "),
+    ],
+)
+def test_command_without_standard_output_fails_if_it_prints_its_result(
+    command, message, monkeypatch, capsys
+):
+    """The server needs no standard output. It refuses the model."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(command.split()) == 2
+    assert capsys.readouterr().err.startswith(message)
 
 
 def test_standard_streams_raise_errors_of_stdout_and_ignore_errors_of_stderr(monkeypatch):
