@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from graft.grammar.errors import GrammarError
 from graft.grammar.processes import run_call
@@ -110,7 +110,8 @@ class GrammarSpec(Spec):
         schema
             JSON text, the parsed schema, a `JsonValue` with the parsed schema, or an object that
             provides a schema: through the method ``model_json_schema`` (a pydantic model) or
-            through the method or attribute ``__json_schema__``.
+            ``json_schema`` (a ``pydantic.TypeAdapter``), or through the method or attribute
+            ``__json_schema__``.
         backend
             Name of the backend that compiles the schema; empty for the engine's backend.
             ``"llguidance"`` rewrites keywords that it does not support where an equivalent schema
@@ -179,8 +180,11 @@ class GrammarSpec(Spec):
         Parameters
         ----------
         options
-            Strings and numbers, or an ``Enum`` class whose values are strings or numbers.
+            Strings and numbers, or an ``Enum`` class or a ``Literal`` whose values are strings or
+            numbers.
         """
+        if get_origin(options) is Literal:
+            options = get_args(options)
         if isinstance(options, (str, bytes, Mapping)) or not isinstance(options, Iterable):
             raise GrammarError(f"choice: must be a list of strings, not {type(options).__name__}")
         texts = dict.fromkeys(map(_choice_text, options))
@@ -389,7 +393,7 @@ def _choice_text(option: Any) -> str:
 
 def _schema_document(schema: Any) -> Any:
     """Return the parsed form of the argument `schema` of `GrammarSpec.json_schema`."""
-    for name in ("model_json_schema", "__json_schema__"):
+    for name in ("model_json_schema", "json_schema", "__json_schema__"):
         provider = getattr(schema, name, None)
         if provider is None:
             continue
@@ -398,10 +402,10 @@ def _schema_document(schema: Any) -> Any:
         except Exception as error:  # user code may raise exceptions of any type
             raise GrammarError(f"JSON schema: {name}: {error}") from error
         break
-    if isinstance(schema, type):
+    if isinstance(schema, type) or get_origin(schema) is not None:  # such as list[int]
+        name = schema.__name__ if isinstance(schema, type) else repr(schema)
         raise GrammarError(
-            f"JSON schema: the class {schema.__name__} has neither model_json_schema nor "
-            "__json_schema__; use pydantic.TypeAdapter for dataclasses and TypedDicts"
+            f"JSON schema: the type {name} provides no schema; pass pydantic.TypeAdapter({name})"
         )
     if isinstance(schema, str):
         return parse_json("JSON schema", schema)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import re
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
 import numpy as np
@@ -119,7 +119,9 @@ def assert_one_sentence(error: BaseException) -> None:
         (lambda: GrammarSpec.json_schema({}, whitespace=True), "whitespace True"),
         (lambda: GrammarSpec.json_schema({}, assert_formats=1.5), "assert_formats is 1.5"),
         (lambda: GrammarSpec.json_schema({}, key_order="any", whitespace=3), "not a number"),
-        (lambda: GrammarSpec.json_schema(int), "class int has neither model_json_schema"),
+        (lambda: GrammarSpec.json_schema(int), r"type int .*pass pydantic.TypeAdapter\(int\)"),
+        (lambda: GrammarSpec.json_schema(list[int]), r"pass pydantic.TypeAdapter\(list\[int\]\)"),
+        (lambda: GrammarSpec.json_schema(int | None), r"pass pydantic.TypeAdapter\(int \| None\)"),
         (lambda: GrammarSpec.json_schema(Raises), "model_json_schema: no such thing"),
         (lambda: GrammarSpec.regex(re.compile(b"a")), "must be a string, not bytes"),
         (lambda: GrammarSpec.structural_tag([TAG], ["<f"], at_least_one=ANYTHING), "be a bool"),
@@ -205,10 +207,12 @@ def test_grammar_constructors_accept_models_enums_and_patterns():
     assert json.loads(GrammarSpec.choice([1, 2.5, "x"]).text) == ["1", "2.5", "x"]
     colours = enum.Enum("colours", {"RED": "r", "TWO": 2})
     assert GrammarSpec.choice(colours) == GrammarSpec.choice(["r", "2"])
+    assert GrammarSpec.choice(Literal["r", 2]) == GrammarSpec.choice(["r", "2"])
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     model = type("Model", (), {"model_json_schema": classmethod(lambda cls: schema)})
     plain = type("Plain", (), {"__json_schema__": schema})
-    for provider in (model, model(), plain):
+    adapter = type("Adapter", (), {"json_schema": lambda self: schema})
+    for provider in (model, model(), adapter(), plain):
         assert GrammarSpec.json_schema(provider) == GrammarSpec.json_schema(schema)
     assert GrammarSpec.regex(re.compile("a+")) == GrammarSpec.regex("a+")
     assert GrammarSpec.regex(re.compile("a.", re.I | re.S)).text == "(?is)a."
