@@ -16,7 +16,7 @@ import math
 import os
 import sys
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import fields, replace
 from functools import partial
@@ -776,7 +776,7 @@ def _expand_samples(requests: Iterable[Request]) -> list[Request]:
 
     Objects that are not a `Request` are returned as they are, and `Admission.admit` refuses them.
     """
-    if not isinstance(requests, Iterable):
+    if isinstance(requests, (str, bytes, Mapping)) or not isinstance(requests, Iterable):
         raise RequestError(f"requests must be a list of Request, got {short_repr(requests)}")
     samples: list[Request] = []
     for request in requests:

@@ -22,8 +22,9 @@ def test_engine_rejects_duplicate_ids_before_submission(engine):
         with pytest.raises(RequestError, match="two requests have id 'a'"):
             call([replace(FREE, id="a"), replace(FREE, id="a")])
         assert not engine.busy
-        with pytest.raises(RequestError, match="requests must be a list of Request"):
-            call(FREE)
+        for wrong in (FREE, "a prompt", {"prompt": "a"}):
+            with pytest.raises(RequestError, match="requests must be a list of Request"):
+                call(wrong)
     engine.submit(replace(FREE, id="b"))
     with pytest.raises(RequestError, match="'b' is already running"):
         engine.generate([replace(FREE, id="c"), replace(FREE, id="b")])

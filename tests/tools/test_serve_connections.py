@@ -79,7 +79,8 @@ def test_server_serves_others_while_many_connections_are_silent(max_files, num_s
                     data = HALF_HEADER if i % 2 else b""
                     sockets.enter_context(connect(url, data))
                     if i % 50 == 49:
-                        assert connect(url, REQUEST).recv(1 << 16).startswith(b"HTTP/1.1 200")
+                        with connect(url, REQUEST) as one:
+                            assert one.recv(1 << 16).startswith(b"HTTP/1.1 200")
                 response = client.completions.create(model="graft-demo", prompt="a", max_tokens=2)
                 assert response.usage.completion_tokens == 2
             process.send_signal(signal.SIGTERM)
