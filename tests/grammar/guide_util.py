@@ -151,6 +151,16 @@ def oracle_row(start: Callable[[], Matcher], tokens: Sequence[int]) -> np.ndarra
     return row
 
 
+@functools.cache
+def compiled_for(use: str, backend: GrammarBackend, spec: str) -> CompiledGrammar:
+    """Compile a grammar of `SPECS` once for each use.
+
+    The expected rows come from another object than those of the decoder, because a compiled grammar
+    may keep rows that it has computed.
+    """
+    return backend.compile(SPECS[spec])
+
+
 BUDGET_NS = 1_000_000
 
 
@@ -201,7 +211,7 @@ class Rig:
         self.drafts = [self.decoder.draft_work(j) for j in range(1, last + 1)]
 
     def request(self, spec="regex", *, slot=0, epoch=1, position=10, gated=True):
-        matcher = MATCHER_KINDS[self.kind](self.backend.compile(SPECS[spec]).matcher())
+        matcher = MATCHER_KINDS[self.kind](compiled_for("decoder", self.backend, spec).matcher())
         if self.held and gated and slot == 0:
             matcher = GatedMatcher(matcher, self.gate)
         return GuidedRequest(slot, epoch, matcher, position)
@@ -269,8 +279,7 @@ class Rig:
 
     def expect_row(self, tokens, *, slot=0, j=0, spec="regex"):
         """Compare mask row `j` with the row of a new matcher that has accepted `tokens`."""
-        compiled = self.backend.compile(SPECS[spec])
-        row = oracle_row(lambda: compiled.matcher(), tokens)
+        row = oracle_row(compiled_for("oracle", self.backend, spec).matcher, tokens)
         free = (row == -1).all()
         assert self.states(slot)[j][0] == (FREE if free else READY)
         if not free:

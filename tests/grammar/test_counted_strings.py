@@ -119,7 +119,9 @@ def test_rows_near_limit_equal_those_of_llguidance_and_oracle(name, step):
     lengths = [0, far - 15, far - 1, far + 2, far, *range(limit - 3, limit + 1)]
     for seed, length in enumerate(lengths[::step]):
         letters = name in LETTERS
-        text = before + ("a" * length if letters else string_of(length, seed))
+        # In short runs, the strings are prefixes of one string, which the oracle reads once.
+        random_text = string_of(length, seed if step == 1 else 0)
+        text = before + ("a" * length if letters else random_text)
         matcher, expected = compiled.matcher(), unescaped_matcher(compiled)
         for token in tokens_of(text):
             assert matcher.accept(token)

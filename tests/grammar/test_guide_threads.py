@@ -217,7 +217,7 @@ TOO_LARGE = "the grammar needs too much memory: its state has grown by more than
         pytest.param(1, 0.6, 0, TOO_SLOW, marks=pytest.mark.full),
         (2, 0.6, 0, TOO_SLOW),
         pytest.param(1, 0.1, 100 << 20, TOO_LARGE, marks=pytest.mark.full),
-        (2, 0.1, 100 << 20, TOO_LARGE),
+        (2, 0.05, 200 << 20, TOO_LARGE),
     ],
 )
 def test_guide_fails_runaway_matcher(xgrammar, slots, seconds, nbytes, message):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from guide_util import MATCHER_KINDS, OTHER_STOP, SPECS, STOP, Rig, joined, oracle_row
+from guide_util import MATCHER_KINDS, OTHER_STOP, STOP, Rig, compiled_for, joined, oracle_row
 from reference_round import DEAD_END, NOT_READY, Tree, bits, chain
 from reference_trees import legal_tree
 
@@ -49,13 +49,18 @@ def continuing_tokens(start, text: list[int]) -> list[int]:
     text
         Tokens of the text.
     """
-    row = oracle_row(start, text) if start else np.full(9, -1, np.int32)
+    if start is None:
+        return [token for token in range(VOCAB_SIZE) if token not in (STOP, OTHER_STOP)]
+    matcher = start()
+    assert all(map(matcher.accept, text))
     tokens = []
-    for token in bits(row).tolist():
-        if token >= VOCAB_SIZE or token in (STOP, OTHER_STOP):
+    for token in matcher.legal().tolist():
+        if token in (STOP, OTHER_STOP):
             continue
-        if not start or oracle_row(start, [*text, token]).any():
+        assert matcher.accept(token)
+        if matcher.legal().size > 0:
             tokens.append(token)
+        matcher.rollback(1)
     return tokens
 
 
@@ -68,7 +73,7 @@ def test_guide_fills_row_of_each_draft_tree_node(backend, kind, spec):
     After the rows are filled, verification may accept any path of the tree.
     """
     rng = np.random.default_rng(1)
-    start = backend.compile(SPECS[spec]).matcher
+    start = compiled_for("oracle", backend, spec).matcher
     fills = 0
     for seed in range(4):
         rig = Rig(backend, kind, k=NODES)
@@ -123,7 +128,7 @@ def test_guide_returns_legal_children_of_each_node(backend, kind):
     max_candidates = TREE_CANDIDATES
     mode = DraftMode(drafts=5, levels=3, branch=branch, masking="probe", candidates=max_candidates)
     rig, [request] = joined(backend, kind, mode=mode)
-    compiled = backend.compile(SPECS["regex"])
+    compiled = compiled_for("oracle", backend, "regex")
     head = 3
 
     def probe(replay, level, *nodes):
@@ -207,7 +212,7 @@ def test_guide_lattice_probe_matches_reference(backend, kind, spec, branch):
         drafts=k, levels=levels, branch=branch, masking="lattice-probe", candidates=max_candidates
     )
     rig = Rig(backend, kind, mode=mode)
-    compiled = spec and backend.compile(SPECS[spec])
+    compiled = spec and compiled_for("oracle", backend, spec)
     request = rig.request(spec) if spec else GuidedRequest(0, 1, None, 10)
     text = []
     sizes = set()

@@ -198,7 +198,8 @@ def check_finite(backend: LLGuidanceBackend, schema: Any, key_order: Any) -> Non
         }
         if prefix in valid:
             expected.add(STOP)
-        found = legal(matcher)
+        # Trying every token takes most of the time.
+        found = legal(matcher) if len(seen) % 4 == 0 else set(map(int, matcher.legal()))
         assert found == expected, (prefix, [VOCABULARY.tokens[t] for t in found ^ expected])
         for token in sorted(found - {STOP}):
             if prefix + VOCABULARY.tokens[token] not in seen:
