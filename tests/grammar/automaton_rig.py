@@ -62,6 +62,7 @@ class AutomatonRig:
         )
         self.sampler = Sampler(arrays)
         self.row_slot = device.from_host(np.arange(slots, dtype=np.int32))
+        options = {"row_bytes": 1 << 20, **options}  # clearing 64 MiB would take most of the time
         self.automata = DeviceAutomata(
             self.state, self.exchange, self.sampler, self.replay, vocabulary, **options
         )

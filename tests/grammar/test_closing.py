@@ -177,7 +177,7 @@ def close_randomly(matcher: Matcher, budget: int, rng: np.random.Generator) -> l
 @pytest.mark.parametrize("vocabulary", [SMALL, NAMED], ids=["spelled", "named"])
 @pytest.mark.parametrize("marker", MARKERS)
 @pytest.mark.parametrize("pattern", GRAMMARS)
-def test_marked_matcher_closes_within_every_budget(pattern, marker, vocabulary):
+def test_marked_matcher_closes_within_every_budget(pytestconfig, pattern, marker, vocabulary):
     """Free text ends in time for the marker and the answer."""
     options = MARKERS[marker]
     grammar = LanguageBackend(vocabulary).compile(GrammarSpec.regex(pattern))
@@ -185,7 +185,7 @@ def test_marked_matcher_closes_within_every_budget(pattern, marker, vocabulary):
     first = grammar.matcher().distance()
     rng = np.random.default_rng(len(pattern))
     lengths = set()
-    for extra in [*range(12), 30] * 2:
+    for extra in [*range(12), 30] * (4 if pytestconfig.getoption("--full") else 1):
         tokens = close_randomly(grammar.matcher(), first + extra, rng)
         text = text_of(tokens, vocabulary)
         is_free = text.lstrip().startswith(b"<think>") or not options.get("opening")
@@ -203,13 +203,13 @@ def test_marked_matcher_closes_within_every_budget(pattern, marker, vocabulary):
 @pytest.mark.parametrize("marker", MARKERS)
 @pytest.mark.parametrize("limit", [9, 12, 20])
 @pytest.mark.full("[12-")
-def test_marked_matcher_limits_reasoning(marker, limit):
+def test_marked_matcher_limits_reasoning(pytestconfig, marker, limit):
     """The marker is complete within `max_reasoning_tokens`, with and without a budget."""
     grammar = LanguageBackend(SMALL).compile(GrammarSpec.regex("(ab|c)*a"))
     grammar.spec = replace(grammar.spec, marker=Marker("</think>", **MARKERS[marker]))
     rng = np.random.default_rng(limit)
     longest = 0
-    for trial in range(40):
+    for trial in range(0, 40, 1 if pytestconfig.getoption("--full") else 2):
         matcher = grammar.matcher(max_reasoning_tokens=limit)
         tokens = close_randomly(matcher, limit + 3 + trial, rng)
         text = text_of(tokens, SMALL)

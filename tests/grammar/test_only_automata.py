@@ -14,7 +14,7 @@ from router_util import Grammar
 from schema_fuzz import walk
 
 from graft.grammar import GrammarError, GrammarSpec, LLGuidanceBackend
-from graft.grammar.automaton import values
+from graft.grammar.automaton import strings
 from graft.grammar.automaton.values import SchemaReader
 from graft.grammar.backends.llguidance import prepare
 from graft.grammar.regular.expression import NoAutomaton
@@ -152,7 +152,7 @@ def test_values_of_enums_are_bounded():
 
 
 def test_comparisons_of_name_patterns_are_bounded(monkeypatch):
-    monkeypatch.setattr(values, "MAX_SETS", values.MAX_SETS // 10)
+    monkeypatch.setattr(strings, "_MAX_STEPS", strings._MAX_STEPS // 20)
     patterns = {f"^{n}x": INTEGER for n in range(1000)}
     with pytest.raises(NoAutomaton, match="takes too long"):
         SchemaReader({}).read({"type": "object", "patternProperties": patterns})
