@@ -21,7 +21,7 @@ def test_memory_benchmark_reports_a_series(tmp_path, capsys):
 
 def test_grammar_overhead_is_the_mean_ratio_of_pairs(tmp_path, capsys):
     path = tmp_path / "overhead.json"
-    options = ["--batches", "1", "2", "--pairs", "4", "--tokens", "12", "--json", str(path)]
+    options = ["--batches", "1", "2", "--pairs", "4", "--tokens", "6", "--json", str(path)]
     assert grammar_overhead.main(options) == 0
     results = json.loads(path.read_text())
     assert [one["batch"] for one in results["batches"]] == [1, 2]
