@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import io
 import itertools
@@ -166,7 +167,7 @@ def test_page_command_exists(block, line):
     if words[0] == "mpiexec":
         words = words[3:]  # mpiexec -n 2
     if words[0] == "graft":
-        assert cli.parser().parse_args(words[1:]).command == words[1]
+        assert command_parser().parse_args(words[1:]).command == words[1]
     elif words[0] == "make":
         targets = subprocess.run(["make", "-pnq"], cwd=ROOT, capture_output=True, text=True).stdout
         assert all(f"\n{word}:" in targets for word in words[1:] if "=" not in word)
@@ -174,6 +175,12 @@ def test_page_command_exists(block, line):
         assert importlib.util.find_spec(words[2]) is not None
     else:
         assert words[0] in OTHER_PROGRAMS
+
+
+@functools.cache
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command ``graft`` with the options of all subcommands."""
+    return cli.parser()
 
 
 def command_problem(line: str, make_targets: str) -> str:
@@ -185,7 +192,8 @@ def command_problem(line: str, make_targets: str) -> str:
         module = words[1].removesuffix(".NAME")
         unknown = [] if importlib.util.find_spec(module) else [module]
     else:
-        [commands] = [a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction)]
+        actions = command_parser()._actions
+        [commands] = [a for a in actions if isinstance(a, argparse._SubParsersAction)]
         command = commands.choices.get(words[0])
         known = command._option_string_actions if command else {}
         options = [word for word in words[1:] if word.startswith("--") and word != "--"]

@@ -217,7 +217,7 @@ def test_output_ends_after_one_call_without_parallel_calls(ask, choice):
         assert sizes[1] <= sizes[0] - 4
 
 
-@pytest.mark.full("hermes", "mistral", "pythonic")
+@pytest.mark.full("llama3_json", "qwen3_coder", "mistral", "pythonic")
 def test_calls_satisfy_the_schemas_whatever_the_model_writes(ask):
     """The script of the model is prose, or a call to an unknown function."""
     for script in ("unknown", "prose"):
@@ -246,7 +246,7 @@ def test_required_call_is_complete_within_max_tokens(ask):
                 jsonschema.validate(arguments, SCHEMAS[name])
 
 
-@pytest.mark.full("hermes", "qwen3_coder", "pythonic")
+@pytest.mark.full("hermes", "llama3_json", "qwen3_coder", "pythonic")
 def test_special_tokens_of_a_notation_are_generated_and_read(ask):
     """Calls are also parsed if the model spells the special tokens."""
     for key in cases_of(ask.form):

@@ -231,13 +231,24 @@ def test_grammar_allows_one_call_without_parallel_calls(backend, notation):
         assert accepts(write(*CALLS[-1])) == (choice != named)
 
 
+#: Texts that are special tokens of the tokenizers of models that write the notation.
+SPECIAL_TOKENS = {
+    "hermes": ["<tool_call>", "</tool_call>"],
+    "llama3_json": ["<|python_tag|>"],
+    "mistral": ["[TOOL_CALLS]", "[ARGS]"],
+    "qwen3_coder": ["<tool_call>", "</tool_call>"],
+    "pythonic": [],
+}
+
+
 @pytest.mark.parametrize("notation", NOTATIONS)
 def test_special_tokens_are_legal_instead_of_their_names_in_calls(notation):
     """Each marker of a notation may be a token or be spelled, in calls but not in arguments."""
     form = notation.split("/")[0]
     write, join = NOTATIONS[notation]
     backend, names = backend_with_markers(form)
-    markers = list(names)
+    markers = SPECIAL_TOKENS[form]
+    assert list(names) == markers
     for choice, parallel in itertools.product(("auto", "required"), (True, False)):
         fields = {"tool_choice": choice, "parallel_tool_calls": parallel}
         accepts = accepter(backend, form, **fields)
