@@ -584,6 +584,7 @@ def json_schema(**schema):
             400,
             "tools[2].type must be function, got 'custom'",
         ),
+        ({"enable_thinking": False}, 400, "must be a key of chat_template_kwargs, got False"),
         ({"functions": [{"name": "f"}]}, 400, "functions can only be [] (use tools), got"),
         ({"tool_choice": "required"}, 400, "requires tools"),
         ({"messages": [{"role": "user", "content": "x" * 30_000}]}, 413, "longer than 20000 bytes"),

@@ -109,6 +109,10 @@ def _check_variables(variables: dict[str, Any]) -> dict[str, Any]:
     return variables
 
 
+def _belongs_to_template(_value: Any) -> None:
+    raise rule_error("must be a key of chat_template_kwargs")
+
+
 def _check_not_zero(value: int) -> int:
     if value == 0:
         raise rule_error("must be -1 or positive")
@@ -343,6 +347,8 @@ class ChatRequest(PromptFields, CompletionFields):
     # The following two fields have no effect. The prediction would only speed up the output.
     verbosity: Literal["low", "medium", "high"] = "medium"
     prediction: dict[str, Any] | None = None
+    # Other services have the following field; vLLM and SGLang have it in `chat_template_kwargs`.
+    enable_thinking: Annotated[Any, BeforeValidator(_belongs_to_template)] = None
     # This older field must be empty: functions are given in the field `tools`.
     functions: Annotated[Any, only([], "use tools")] = None
     function_call: Annotated[Any, only("none", "use tool_choice")] = "none"
