@@ -31,10 +31,9 @@ class RecordingLane:
 MATRICES = roofline.LAYER_MATRICES
 
 
-@pytest.fixture
-def stack(device, monkeypatch):
+@pytest.fixture(scope="module")
+def stack(device):
     """One layer of an 8B Llama in bfloat16, without values, whose kernels are not compiled."""
-    monkeypatch.setattr(KernelLoader, "load", lambda _, file, name, **defines: (file, defines))
     shape = {
         "hidden_size": 4096,
         "intermediate_size": 14336,
@@ -55,7 +54,9 @@ def stack(device, monkeypatch):
         down=sizes["down"],
     )
     kv = model_util.make_cache(device, config, pages=1100, page_size=16, max_pages_per_slot=1024)
-    return DecoderStack(ModelKernels(device, "warp"), config, [layer], kv, max_rows=1024)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KernelLoader, "load", lambda _, file, name, **defines: (file, defines))
+        yield DecoderStack(ModelKernels(device, "warp"), config, [layer], kv, max_rows=1024)
 
 
 @pytest.mark.parametrize("count", [1, 8, 9, 16, 32, 64, 128, 256, 1024])
