@@ -8,11 +8,12 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import tokenizers
+from typing import TYPE_CHECKING, Any
 
 from graft.grammar.errors import GrammarError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 __all__ = [
     "FIRST_SPECIAL_TOKEN",

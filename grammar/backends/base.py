@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
@@ -46,6 +45,8 @@ def require_release(name: str, package: str, releases: tuple[str, ...], install:
     that begin with ``"1.9."``. The error message contains `install`, the arguments of
     ``pip install`` for a supported version.
     """
+    import importlib.metadata  # child processes that load no library start faster without it
+
     try:
         found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError as error:
