@@ -392,8 +392,17 @@ def test_open_schema_allows_other_properties_unless_they_are_disabled(chat, send
     content = chat(structured_outputs=structured, max_tokens=120)["choices"][0]["message"]
     assert "name" in json.loads(content["content"])
     structured["disable_additional_properties"] = True
-    response = send("/v1/chat/completions", messages=MESSAGES, structured_outputs=structured)
-    assert response.status_code == 400 and "allows no output" in response.text
+    form = response_format(schema)
+    form["json_schema"]["strict"] = True
+    for fields in ({"structured_outputs": structured}, {"response_format": form}):
+        response = send("/v1/chat/completions", messages=MESSAGES, **fields)
+        assert response.status_code == 400 and "allows no output" in response.text
+    form["json_schema"]["strict"] = False
+    content = chat(response_format=form, max_tokens=120)["choices"][0]["message"]
+    assert "name" in json.loads(content["content"])
+    form["json_schema"]["strict"] = 1
+    response = send("/v1/chat/completions", messages=MESSAGES, response_format=form)
+    assert response.status_code == 400 and "strict must be true or false, got 1" in response.text
 
 
 @pytest.mark.parametrize(

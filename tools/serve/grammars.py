@@ -116,7 +116,14 @@ def _response_format(body: ChatRequest | CompletionRequest) -> list[FoundGrammar
     if kind == "json_schema":
         definition = response_format.get("json_schema")
         if isinstance(definition, dict) and definition.get("schema") is not None:
-            return [FoundGrammar("response_format", "json", definition["schema"])]
+            strict = definition.get("strict") or False
+            if not isinstance(strict, bool):
+                raise ApiError(
+                    f"json_schema.strict must be true or false, got {short_repr(strict)}",
+                    param="response_format",
+                )
+            key = "strict_json" if strict else "json"
+            return [FoundGrammar("response_format", key, definition["schema"])]
     raise ApiError(
         "response_format must be text, json_object, json_schema with a schema, or "
         f"structural_tag, got {short_repr(response_format)}",
