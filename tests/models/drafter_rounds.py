@@ -31,7 +31,7 @@ class Rounds:
     device, stream
         Device, and stream of all work.
     target
-        Target model, which computes the features.
+        Target model.
     folder
         Folder of the drafter.
     drafts
@@ -40,9 +40,21 @@ class Rounds:
         Tokens [SLOTS, LENGTH] that rounds commit, or one sequence for all slots. Random by default.
     tree
         Arguments of `TreePlan`; None for a chain.
+    feature_target
+        Model that computes the features; `target` by default.
     """
 
-    def __init__(self, device, stream, target, folder: Path, drafts: int, tokens=None, tree=None):
+    def __init__(
+        self,
+        device,
+        stream,
+        target,
+        folder: Path,
+        drafts: int,
+        tokens=None,
+        tree=None,
+        feature_target=None,
+    ):
         self.device = device
         self.stream = stream
         self.lane = StreamLane(stream)
@@ -56,7 +68,7 @@ class Rounds:
         self.drafts = rng.integers(0, vocab, (SLOTS, MAX_DRAFTS))
         if tokens is not None:
             self.tokens[:] = tokens
-        self.features = self._compute_features(target)
+        self.features = self._compute_features(feature_target or target)
         self.state = SlotState(device, SLOTS, vocab)
         self.slots = np.zeros(SLOTS, SLOT)
         self.slots["active"] = 1

@@ -298,7 +298,7 @@ def test_split_attention_is_row_invariant(device, stream, monkeypatch, heads):
             if (s, p) in alone:
                 assert same_bits(row, alone[s, p]), (s, p, run)
 
-    for start, count in ((0, 40), (90, 80), (113, 33), (127, 2), (122, 7)):
+    for start, count in ((0, 40), (90, 48), (113, 33), (127, 2), (122, 7)):
         check(0, range(start, start + count), count)
     rng = np.random.default_rng(5)
     known = list(alone)
@@ -306,12 +306,11 @@ def test_split_attention_is_row_invariant(device, stream, monkeypatch, heads):
         order = rng.permutation(len(known))[:24]
         shuffled = np.array([known[i] for i in order])
         check(shuffled[:, 0], shuffled[:, 1], run)
-    for blocks in (1, 7, 10**6):
+    for blocks, run in ((1, 4), (7, 64), (10**6, 4)):
         monkeypatch.setattr(attention, "_BLOCKS", {1: blocks, 4: blocks})
         check(1, [319, 127, 128, 132], 4)
-        for run in (4, 64):
-            check(shuffled[:12, 0], shuffled[:12, 1], run)
-            check(0, range(122, 134), run)
+        check(shuffled[:12, 0], shuffled[:12, 1], run)
+        check(0, range(122, 134), run)
 
 
 @pytest.mark.skipif(model_util.FORMS[0] != "thread" or "avx512bw" not in CPU, reason="no AVX-512")

@@ -25,6 +25,11 @@ def read(folder):
     return {name: to_float32(*checkpoint.get(name)) for name in checkpoint.names}
 
 
+def fast_target(device):
+    """Return the target with the kernels that are fast on the device, to compute features."""
+    return model_util.load_llama(device, TARGET, dtype="float32")
+
+
 @pytest.mark.parametrize("form", model_util.FORMS)
 @pytest.mark.full("warp")
 def test_dflash_logits_equal_published_code(device, stream, form):
@@ -35,7 +40,8 @@ def test_dflash_logits_equal_published_code(device, stream, form):
     """
     expected = np.load(FOLDER / "expected.npz")
     target = model_util.load_llama(device, TARGET, form=form, dtype="float32")
-    rounds = Rounds(device, stream, target, FOLDER, 4, expected["tokens"])
+    features = fast_target(device)
+    rounds = Rounds(device, stream, target, FOLDER, 4, expected["tokens"], feature_target=features)
     assert isinstance(rounds.drafter, DFlash) and rounds.width == 5
     for slot, chunks in enumerate([(0,), (0, 1), (0, 3, 32)]):
         rounds.prompt(slot, chunks)
@@ -158,7 +164,8 @@ def test_dflash2_selector_equals_published_code(device, stream, form, tree):
     """
     expected = np.load(DFLASH2 / "expected.npz")
     target = model_util.load_llama(device, TARGET, form=form, dtype="float32")
-    rounds = Rounds(device, stream, target, DFLASH2, 4, expected["tokens"], tree)
+    features = fast_target(device)
+    rounds = Rounds(device, stream, target, DFLASH2, 4, expected["tokens"], tree, features)
     for slot, chunks in enumerate([(0,), (0, 1), (0, 3, 32)]):
         rounds.prompt(slot, chunks)
     for batch, counts in [([0, 1, 2], [1, 5, 1]), ([2, -1, 0], [4, 0, 1])]:

@@ -77,7 +77,8 @@ def test_mtp_logits_equal_numpy(device, stream, tmp_path, modules, own, tree, no
     target = model_util.load_llama(device, tmp_path / "target", form=form)
     factory = partial(Mtp, tmp_path / "mtp", norm_hidden=norm_hidden)
     choice = tmp_path / "mtp" if norm_hidden else factory
-    rounds = Rounds(device, stream, target, choice, 4, tree=tree)
+    features = model_util.load_llama(device, tmp_path / "target")  # with fast kernels
+    rounds = Rounds(device, stream, target, choice, 4, tree=tree, feature_target=features)
     assert isinstance(rounds.drafter, Mtp)
     assert rounds.width == (5 if modules == 1 else modules + 1)
     for slot, chunks in enumerate([(0,), (0, 1), (0, 3, 4, 11)]):

@@ -55,7 +55,7 @@ def test_tensor_core_round_has_five_launches_per_layer(engine, monkeypatch):
     monkeypatch.setattr(prefill.Prefill, "warm", lambda *_: [])
     rng = np.random.default_rng(4)
     requests = [
-        Request(tokens=rng.integers(2, 320, n).tolist(), max_tokens=4, banned_ids=[0])
+        Request(tokens=rng.integers(2, 320, n).tolist(), max_tokens=3, banned_ids=[0])
         for n in (3, 9)
     ]
     answers = []
