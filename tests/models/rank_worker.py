@@ -27,8 +27,8 @@ def workload() -> list[Request]:
 
     One prompt takes two prefill chunks.
     """
-    guided = mixed_requests(4, seed=3, max_tokens=24)
-    free = Request(tokens=[300 + i % 90 for i in range(300)], max_tokens=12)
+    guided = mixed_requests(4, seed=3, max_tokens=14)
+    free = Request(tokens=[300 + i % 90 for i in range(300)], max_tokens=8)
     coupled = {"temperature": 0.9, "top_p": 0.95, "verify": "coupled"}
     return [
         replace(r, id=str(i), seed=i, logprobs=0, **(coupled if i % 2 else {}))

@@ -245,7 +245,7 @@ def test_grammar_tests_ids_that_dflash2_offers(tree) -> None:
         (RandomDFlash2(1), "probe"),
     ):
         with settled(demo_engine(drafter=drafter, draft_masking=masking, **options)) as engine:
-            outputs = engine.generate(mixed_requests(4, max_tokens=24))
+            outputs = engine.generate(mixed_requests(4, max_tokens=16))
             name = masking if drafter is not DFLASH else "dflash"
             grammar = engine.counters()["grammar"]
             accepted = sum(o.accepted for o in outputs)

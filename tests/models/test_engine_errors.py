@@ -270,7 +270,7 @@ CLOSE_IN_FLIGHT = """
 import json
 from graft.cudagraph.device import open_device
 engine = demo_engine(max_batch_size=4)
-engine.generate(mixed_requests(6))
+engine.generate(mixed_requests(4, max_tokens=20))
 for request in mixed_requests(6):
     engine.submit(request)
 while not engine.counters()["held"]["unread_replays"]:
@@ -344,7 +344,7 @@ def test_engine_dropped_in_host_function_makes_no_driver_call(child_lines):
 
 def test_engine_generate_cancels_requests_on_keyboard_interrupt(engine):
     """After generate() has raised KeyboardInterrupt, the engine has no requests and still works."""
-    requests = mixed_requests(8, seed=61)
+    requests = mixed_requests(5, seed=61, max_tokens=50)
     begin = time.perf_counter()
     expected = [o.tokens for o in engine.generate(requests)]
     duration = time.perf_counter() - begin

@@ -75,7 +75,7 @@ def record() -> dict[str, list[dict[str, Any]]]:
 @pytest.mark.parametrize(
     "index, num_turns",
     [
-        *((i, 1) for i in range(0, len(CONFIGURATIONS), 6)),
+        *((i, 1) for i in range(0, len(CONFIGURATIONS), 9)),
         *(
             pytest.param(i, len(SAMPLING), marks=pytest.mark.full)
             for i in range(len(CONFIGURATIONS))
