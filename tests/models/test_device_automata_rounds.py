@@ -276,7 +276,7 @@ def test_device_error_during_promotion_leaves_request_on_host(monkeypatch):
         assert failures and engine.failure is None
 
 
-def closing_requests(first_budget=6, count=8):
+def closing_requests(first_budget=6, count=6):
     """Return requests of several grammars, sampled and greedy, with small numbers of tokens."""
     specs = [
         GrammarSpec.regex("[0-9]{2}-(foo|bar)+;"),

@@ -88,11 +88,8 @@ def set_nan(file, name):
 )
 def test_engine_reports_drafter_with_nan_logits(tmp_path, caplog, options):
     """The outputs equal those without a drafter, and one warning names the cause."""
-    requests = [
-        Request(tokens=[40], max_tokens=90, temperature=4.0, seed=1, min_tokens=89),
-        *mixed_requests(2),
-        *(Request(tokens=[41], max_tokens=2) for _ in range(3)),
-    ]
+    requests = [*mixed_requests(2), *(Request(tokens=[41], max_tokens=2) for _ in range(3))]
+    long = Request(tokens=[40], max_tokens=90, temperature=4.0, seed=1, min_tokens=89)
     drafter = shutil.copytree(DRAFTER, tmp_path / "drafter")
     answers = []
     for draft in (None, DRAFTER, drafter):
@@ -101,7 +98,7 @@ def test_engine_reports_drafter_with_nan_logits(tmp_path, caplog, options):
             set_nan(drafter / "model.safetensors", "norm.weight")
         own = options if draft else {}
         with Engine(TARGET, draft, max_batch_size=2, draft_length=4, **own) as engine:
-            outputs = engine.generate(requests)
+            outputs = engine.generate([long, *requests] if draft == drafter else requests)
         answers.append([output.tokens for output in outputs if output.seed != 1])
     assert answers[0] == answers[1] == answers[2]
     assert not any(output.drafted for output in outputs)

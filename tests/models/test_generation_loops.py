@@ -384,7 +384,7 @@ def test_loop_goes_on_without_exit_word(end, monkeypatch, long_ring):
 @pytest.mark.parametrize("pages", [12, pytest.param(20, marks=pytest.mark.full)])
 def test_loop_ends_before_pages_run_out(pages):
     """With few pages, requests are preempted, and loops end when a request needs more pages."""
-    requests = [replace(LONG, seed=i, max_tokens=100, verify="coupled") for i in range(4)]
+    requests = [replace(LONG, seed=i, max_tokens=70, verify="coupled") for i in range(4)]
     options = {"max_batch_size": 3, "pages": pages, "page_size": 16, "max_length": 150}
     with demo_engine(**options) as engine:
         expected = answers(engine.generate(requests))

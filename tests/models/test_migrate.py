@@ -22,7 +22,7 @@ from graft.models.errors import MigrationError
 from graft.models.transfer import Mooncake, SharedMemory
 
 FREE = Request(tokens=[300, 301, 302] * 7, min_tokens=20, max_tokens=30, id="free")
-REQUESTS = [r for i in range(3) for r in workload()[i::5]]
+REQUESTS = [r for i in range(2) for r in workload()[i::5]]
 
 
 def generate_with_migration(first, second, requests):

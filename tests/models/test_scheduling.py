@@ -270,7 +270,7 @@ def test_slot_manager_predicts_which_requests_can_join(monkeypatch):
     monkeypatch.setattr(SlotManager, "may_join", checked_may_join)
     rng = random.Random(3)
     requests = []
-    for _ in range(40):
+    for _ in range(24):
         tokens = [300 + rng.randrange(2)] * rng.choice([10, 30, 60])
         tokens += [310 + rng.randrange(30) for _ in range(rng.randrange(20))]
         length = rng.choice([2, 20, 60])

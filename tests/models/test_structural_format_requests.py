@@ -26,7 +26,7 @@ FORMATS = [
 
 
 def outputs(models, **options):
-    with Engine(*models, max_batch_size=4, max_length=128, **options) as engine:
+    with Engine(*models, max_batch_size=2, max_length=128, **options) as engine:
         requests = [
             Request(
                 prompt=PROMPT,
