@@ -49,7 +49,7 @@ __all__ = ["MigratedRequest", "Migrator"]
 FORMAT = 3
 
 #: `checkpoint_digest` reads this many bytes of a file at each of about `_MAX_SAMPLES` offsets.
-_SAMPLE_BYTES = 1 << 16
+_SAMPLE_BYTES = 1 << 14
 _MAX_SAMPLES = 64
 
 _THREADS = 128
