@@ -30,7 +30,10 @@ def test_overlap_and_composition_do_not_change_rejection_sampling() -> None:
 
 
 def test_overlap_launches_next_round_before_reading() -> None:
-    """When a step returns, one round is in flight with overlap, and none without overlap."""
+    """When a step returns, one round is in flight with overlap, and none without overlap.
+
+    All graphs of a round run, with composition "two" as well: later rounds have drafts.
+    """
     for options, in_flight in (({}, 1), ({"overlap": False}, 0), ({"composition": "two"}, 0)):
         with demo_engine(max_batch_size=2, **options) as engine:
             for seed in range(2):
@@ -38,6 +41,8 @@ def test_overlap_launches_next_round_before_reading() -> None:
             for _ in range(3):
                 engine.step()
                 assert engine.counters()["held"]["unread_replays"] == in_flight
+            engine.synchronize()
+            assert engine.stats.speculated_rounds > 0
 
 
 def test_batch_row_is_reused_in_next_round() -> None:

@@ -195,10 +195,10 @@ def write_quantised(folder, layout, change=dict):
 
 
 def logits(device, stream, folder, form="warp", **options):
-    """Return the logits of a prompt of 24 tokens."""
+    """Return the logits of a prompt of 20 tokens."""
     model = model_util.load_llama(device, folder, form=form, **options)
-    model_util.allocate_pages(stream, model.kv, 0, 24)
-    return model_util.forward(stream, model, np.arange(24), 0, np.arange(24))
+    model_util.allocate_pages(stream, model.kv, 0, 20)
+    return model_util.forward(stream, model, np.arange(20), 0, np.arange(20))
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def tile_products(kernels, lane, epilogue, count) -> list[np.ndarray]:
     """Run products of `count` rows in bfloat16 with an epilogue and return their results."""
     device = kernels.device
     rng = np.random.default_rng(4)
-    inner = {"norm": 1152, "gated": 128, "qkv": 384}[epilogue]
+    inner = {"norm": 1152, "gated": 128, "qkv": 256}[epilogue]
     x = upload(device, normal(rng, count, inner), "bfloat16")
     w = upload(device, normal(rng, 256 if epilogue == "qkv" else 144, inner), "bfloat16")
     stream = upload(device, normal(rng, count, w.shape[0]))
@@ -213,23 +213,23 @@ def test_wide_tiles_give_bits_of_other_tiles(device, lane, monkeypatch, epilogue
 
 
 @pytest.mark.parametrize(
-    ("dtype", "splits"), [pytest.param("float16", 1, marks=pytest.mark.full), ("bfloat16", 4)]
+    ("dtype", "splits"), [pytest.param("float16", 1, marks=pytest.mark.full), ("bfloat16", 2)]
 )
 def test_tall_tiles_equal_matrix_product_and_single_rows(device, lane, monkeypatch, dtype, splits):
     """Rows of tiles of 256 rows are accurate and have the bits of rows that run alone.
 
-    The second tile has 14 rows. The four parts have two or three chunks.
+    The second tile has 14 rows. The two parts have two and three chunks.
     """
     kernels = ModelKernels(device, "warp")
     rng = np.random.default_rng(splits)
-    x = rounded(normal(rng, 270, 1152), dtype)
-    w = rounded(normal(rng, 16, 1152), dtype)
+    x = rounded(normal(rng, 270, 640), dtype)
+    w = rounded(normal(rng, 16, 640), dtype)
     weight = upload(device, w, dtype)
     monkeypatch.setattr(CHOOSE_SPLITS, lambda *_: splits)
     monkeypatch.setattr(CHOOSE_BLOCK, lambda *_: 256)
     whole = run_linear(kernels, lane, upload(device, x, dtype), weight)
     wanted = x.astype(np.float64) @ w.astype(np.float64).T
-    np.testing.assert_allclose(whole, wanted, atol=12e-6 * np.sqrt(1152))
+    np.testing.assert_allclose(whole, wanted, atol=12e-6 * np.sqrt(640))
     for begin, end in ((0, 1), (127, 130), (250, 270)):
         part = run_linear(kernels, lane, upload(device, x[begin:end], dtype), weight)
         assert same_bits(part, whole[begin:end].copy())
