@@ -371,6 +371,7 @@ def test_logit_bias_and_allowed_ids_select_tokens(engine, complete):
     "fields",
     [
         {"response_format": response_format(PERSON)},
+        {"response_format": {"type": "json_schema", "schema": PERSON}},
         {"guided_json": PERSON},
         {"guided_json": json.dumps(PERSON)},
         {"json_schema": json.dumps(PERSON)},

@@ -109,7 +109,8 @@ def _response_format(body: ChatRequest | CompletionRequest) -> list[FoundGrammar
     kind = response_format.get("type") if isinstance(response_format, dict) else None
     if kind == "text":
         return []
-    if kind == "json_object" and response_format.get("schema") is not None:  # as in llama.cpp
+    is_json = kind in ("json_object", "json_schema")
+    if is_json and response_format.get("schema") is not None:  # as in llama.cpp
         return [FoundGrammar("response_format", "json", response_format["schema"])]
     if kind in ("json_object", "structural_tag"):
         return [FoundGrammar("response_format", kind, response_format)]
