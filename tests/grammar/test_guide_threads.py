@@ -187,7 +187,7 @@ class RunawayMatcher(PythonMatcher):
     inner
         The wrapped matcher.
     seconds, nbytes
-        Processor time and memory of each call of `accept`.
+        Processor time and memory of each call of `accept`. The call then waits for `seen`.
     """
 
     def __init__(self, inner, seconds, nbytes):
@@ -196,13 +196,16 @@ class RunawayMatcher(PythonMatcher):
         self.nbytes = nbytes
         self.kept = []
         self.is_running = False  # whether `accept` is running
+        self.seen = threading.Event()  # set after a step has returned while `accept` is running
 
     def accept(self, token):
+        self.seen.clear()
         self.is_running = True
         start = time.thread_time()
         self.kept.append(b"x" * self.nbytes)
         while time.thread_time() - start < self.seconds:
             pass
+        self.seen.wait(60)
         self.is_running = False
         return super().accept(token)
 
@@ -240,7 +243,9 @@ def test_guide_fails_runaway_matcher(xgrammar, slots, seconds, nbytes, message):
         replay += 1
         decoder.publish(replay, requests)
         run_work(work)
-        returned_early += runaway.is_running
+        if runaway.is_running:
+            returned_early += 1
+            runaway.seen.set()
         for slot in range(slots):
             ready = exchange.stamps["state"][slot, 0] == READY
             token = text[done[slot] : done[slot] + 1] if ready else b""
