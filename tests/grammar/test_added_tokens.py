@@ -21,7 +21,7 @@ from tokenizers import AddedToken, decoders, models
 
 from graft.grammar import GrammarSpec, LLGuidanceBackend, StructuralTag, Vocabulary, make_backend
 from graft.grammar.forced import ForcedTokens
-from graft.grammar.matcher import GrammarBackend
+from graft.grammar.matcher import GrammarBackend, Matcher
 
 TEXT_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "é\n", "   "]
 SPECIAL_TOKENS = ["<stop>", "[CALL]", "<|end_call|>"]
@@ -294,6 +294,22 @@ SPECIAL_TAGS = {
 }
 
 
+@functools.cache
+def with_escapes(vocabulary: Vocabulary) -> np.ndarray:
+    """Return for each id whether its text has a backslash."""
+    texts = [*vocabulary.tokens, *[b""] * (vocabulary.size - len(vocabulary.tokens))]
+    return np.array([b"\\" in text for text in texts])
+
+
+def legal_without_escapes(matcher: Matcher) -> np.ndarray:
+    """Return the legal ids whose texts have no backslash.
+
+    In strings, automata allow more escapes than LLGuidance.
+    """
+    legal = matcher.legal()
+    return legal[~with_escapes(matcher.compiled.backend.vocabulary)[legal]]
+
+
 @pytest.mark.parametrize("name", SPECIAL_TAGS)
 def test_automaton_with_special_tokens_has_masks_of_llguidance(
     vocabulary, llguidance, without_automata, name
@@ -306,26 +322,22 @@ def test_automaton_with_special_tokens_has_masks_of_llguidance(
     assert compiled.automaton is not None
     expected = without_automata.compile(spec)
     generator = random.Random(name)
-    stops = set(vocabulary.stop_ids)
-    special = {t for t in vocabulary.names.values() if not vocabulary.is_text(t)} - stops
-    text_of = [*vocabulary.tokens, *[b""] * (vocabulary.size - len(vocabulary.tokens))]
+    stops = list(vocabulary.stop_ids)
+    special = [t for t in vocabulary.names.values() if not vocabulary.is_text(t) and t not in stops]
+    ending = [vocabulary.tokens.index(text) for text in (b'"', b"}")]
     found = 0
     for _ in range(30):
         matchers = compiled.matcher(), expected.matcher()
         for _ in range(40):
-            # The automaton allows more escapes in strings.
-            legal, others = (
-                [token for token in matcher.legal().tolist() if b"\\" not in text_of[token]]
-                for matcher in matchers
-            )
-            assert legal == others
-            going_on = [token for token in legal if token not in stops]
-            if not going_on:
+            legal, others = map(legal_without_escapes, matchers)
+            np.testing.assert_array_equal(legal, others)
+            going_on = legal[~np.isin(legal, stops)]
+            if not going_on.size:
                 break
-            named = [token for token in going_on if token in special]
-            # Prefer the bytes of JSON's syntax, so that values end.
-            ending = [token for token in going_on if vocabulary.tokens[token] in (b'"', b"}")]
-            token = generator.choice(generator.choice([going_on, named, ending]) or going_on)
+            # Prefer special tokens, and the bytes of JSON's syntax, so that values end.
+            preferred = generator.choice([[], special, ending])
+            choices = going_on[np.isin(going_on, preferred)]
+            token = int(generator.choice(choices if choices.size else going_on))
             found += token in special
             assert all(matcher.accept(token) for matcher in matchers)
     assert found > 20
@@ -360,15 +372,11 @@ def test_named_token_that_ends_request_is_legal_only_at_an_end(
     assert compiled.automaton is not None
     expected = without_automata.compile(spec)
     generator = random.Random(name)
-    text_of = [*vocabulary.tokens, *[b""] * (vocabulary.size - len(vocabulary.tokens))]
     for _ in range(8):
         matchers = compiled.matcher(stop_ids=stops), expected.matcher(stop_ids=stops)
         for _ in range(40):
-            legal, others = (
-                {token for token in matcher.legal().tolist() if b"\\" not in text_of[token]}
-                for matcher in matchers
-            )
-            assert legal == others
+            legal, others = map(legal_without_escapes, matchers)
+            np.testing.assert_array_equal(legal, others)
             for matcher in matchers:
                 for stop in stops:
                     assert matcher.accept(stop) == (stop in legal)
@@ -376,10 +384,10 @@ def test_named_token_that_ends_request_is_legal_only_at_an_end(
                     matcher.rollback(int(stop in legal))
             # A shorter text could contain the stop id.
             assert (matchers[0].distance() is None) == (named in spec.text)
-            going_on = sorted(legal - set(stops))
-            if not going_on:
+            going_on = legal[~np.isin(legal, stops)]
+            if not going_on.size:
                 break
-            token = generator.choice(going_on)
+            token = int(generator.choice(going_on))
             assert all(matcher.accept(token) for matcher in matchers)
 
 

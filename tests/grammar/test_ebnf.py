@@ -135,9 +135,12 @@ def accepted_texts(compiled, texts: list[str]) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(25), pytest.param(range(25, 1500), marks=pytest.mark.full)], ids=len
-)
+MORE_SEEDS = [
+    pytest.param(range(first, first + 500), marks=pytest.mark.full) for first in (25, 525, 1025)
+]
+
+
+@pytest.mark.parametrize("seeds", [range(25), *MORE_SEEDS], ids=str)
 def test_random_ebnf_grammars_have_exactly_their_texts(backend, seeds):
     """Most of the grammars are recursive. Some allow no text, and are refused."""
     recursive = 0

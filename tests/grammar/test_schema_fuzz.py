@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gzip
 from pathlib import Path
+from typing import Any
 
 import pytest
 from schema_fuzz import check_random_schema
@@ -34,16 +35,18 @@ def check_seeds(
     return statuses
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(60), pytest.param(range(10_000, 20_000), marks=pytest.mark.full)], ids=str
-)
+def more_seeds(first: int) -> list[Any]:
+    """Return ranges of 10,000 seeds in total, for tests that run with --full only."""
+    ranges = [range(start, start + 2_500) for start in range(first, first + 10_000, 2_500)]
+    return [pytest.param(seeds, marks=pytest.mark.full) for seeds in ranges]
+
+
+@pytest.mark.parametrize("seeds", [range(60), *more_seeds(10_000)], ids=str)
 def test_random_schemas_are_enforced_exactly(seeds: range):
     check_seeds(seeds)
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(100, 125), pytest.param(range(30_000, 40_000), marks=pytest.mark.full)], ids=str
-)
+@pytest.mark.parametrize("seeds", [range(100, 125), *more_seeds(30_000)], ids=str)
 def test_automata_of_random_schemas_are_exact(seeds: range):
     statuses = check_seeds(seeds, automata=True)
     assert statuses["automaton"] > statuses["exact"]
