@@ -30,7 +30,7 @@ from graft.grammar.spec import (
     parse_json,
 )
 from graft.grammar.structural.formats import TriggerLookup, parse_format
-from graft.grammar.structural.xgrammar import replace_dots
+from graft.grammar.structural.xgrammar import plain_ebnf
 from graft.native.children.process import Call
 
 __all__ = ["GrammarSpec", "StructuralTag"]
@@ -171,7 +171,7 @@ class GrammarSpec(Spec):
         `root` is the name of the start rule.
         """
         check_text("EBNF", text)
-        return cls("ebnf", replace_dots(text), root=root)
+        return cls("ebnf", plain_ebnf(text), root=root)
 
     @classmethod
     def choice(cls, options: Iterable[str | int | float] | type[enum.Enum]) -> GrammarSpec:

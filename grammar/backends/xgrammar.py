@@ -190,7 +190,7 @@ def check_syntax(grammar: ResolvedGrammar) -> None:
         elif spec.kind == "regex":
             reader.from_regex(convert_pattern(content), False)
         elif spec.kind == "lark":
-            reader.from_lark(content, [], [])
+            reader.from_lark(content, None, [], [])
         elif spec.kind == "ebnf":
             reader.from_ebnf(content, spec.root)
         elif spec.kind == "structural_tag":

@@ -14,18 +14,33 @@ from graft.grammar.structural.formats import (
     plain_format,
 )
 
-__all__ = ["check_xgrammar_format", "replace_dots", "xgrammar_format"]
+__all__ = ["check_xgrammar_format", "plain_ebnf", "xgrammar_format"]
 
-# In GBNF, "." matches any character. XGrammar does not support ".", so `replace_dots` replaces the
-# dot. Group 1 of this expression matches strings, character classes and comments, in which a dot is
-# literal and is not replaced.
-_DOT = re.compile(r'("(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*(?:\]|\\?$)|#[^\n]*)|\.', re.MULTILINE)
+# In GBNF, "." matches any character, and an alternative may be empty. XGrammar supports neither, so
+# `plain_ebnf` replaces both. In strings and character classes, the characters are literal.
+_PIECE = re.compile(
+    r'(?P<literal>"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*(?:\]|\\?$))'
+    r"|(?P<space>\s+|#[^\n]*)|(?P<rule>[A-Za-z_][\w-]*\s*::=)|[\w-]+|.",
+    re.MULTILINE | re.DOTALL,
+)
 _ANY_CHARACTER = "([^a] | [a])"
 
 
-def replace_dots(text: str) -> str:
-    """Return an EBNF grammar in which `_ANY_CHARACTER` replaces each dot."""
-    return _DOT.sub(lambda match: match[1] or _ANY_CHARACTER, text)
+def plain_ebnf(text: str) -> str:
+    """Return an EBNF grammar without dots, and with ``""`` in place of empty alternatives."""
+    pieces: list[str] = []
+    last, end = "", 0  # the last piece that is not a space, and the number of pieces up to it
+    for match in _PIECE.finditer(text):
+        piece = match[0]
+        if not match["space"]:
+            is_bar = piece == "|" and (last in ("|", "(") or last.endswith("::="))
+            if is_bar or (last == "|" and (piece == ")" or match["rule"])):
+                pieces.insert(end, ' ""')
+            last, end = piece, len(pieces) + 1
+        pieces.append(_ANY_CHARACTER if piece == "." else piece)
+    if last == "|":
+        pieces.insert(end, ' ""')
+    return "".join(pieces)
 
 
 def check_xgrammar_format(form: Format) -> None:
@@ -45,7 +60,7 @@ def xgrammar_format(
 
     def convert(part: Format) -> Format:
         if part["type"] == "grammar":
-            return {**part, "grammar": replace_dots(part["grammar"])}
+            return {**part, "grammar": plain_ebnf(part["grammar"])}
         if part["type"] == "any_text" and part["excluded_starts"]:
             return _rules(part, regex_rules(_other_starts(part["excluded_starts"])))
         if part["type"] == "any_text":

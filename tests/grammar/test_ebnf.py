@@ -275,6 +275,30 @@ def test_ebnf_errors_state_the_cause(backend, text, message):
         GrammarSpec("ebnf", text).check("llguidance")
 
 
+@pytest.mark.parametrize(
+    ("text", "right", "wrong"),
+    [
+        (
+            'root ::= "a" ws "b"\nws ::= | " " | "\\n" [ |]{0,2} # |',
+            ["ab", "a b", "a\n||b"],
+            ["a|b"],
+        ),
+        ('root ::= ("x" | ) y "|"\ny ::= "b" |', ["xb|", "b|", "x|", "|"], ["", "xb"]),
+        ('root ::= (|"q")', ["", "q"], ["qq"]),
+        ('root ::= "a"||"b"', ["", "a", "b"], ["ab"]),
+        ('root ::= x? # ( |\nx ::= [|] | "c" .', ["", "|", "cd"], ["c"]),
+    ],
+)
+def test_ebnf_alternatives_may_be_empty(backend, xgrammar, text, right, wrong):
+    """The grammar of JSON that llama.cpp includes has such an alternative for white space."""
+    spec = GrammarSpec.ebnf(text)
+    spec.check("xgrammar")
+    for one in (backend, xgrammar):
+        compiled = one.compile(spec)
+        assert [t for t in right if not accepts(compiled, t)] == []
+        assert [t for t in wrong if accepts(compiled, t)] == []
+
+
 def test_ebnf_texts_agree_with_xgrammar(backend, xgrammar):
     """Both libraries accept the same texts for grammars in this notation."""
     for text in EXAMPLES:

@@ -119,6 +119,13 @@ def test_matcher_rejects_invalid_markers(backend):
             grammar.matcher(stops)
 
 
+def test_lark_grammar_compiles_in_the_service(backend, serve):
+    spec = GrammarSpec.lark('start: "a" NUMBER\nNUMBER: /[0-9]+/')
+    spec.check(backend.name.lower())
+    compiled = serve(backend.name.lower()).submit(spec).result(timeout=300)
+    assert compiled.matcher(tokens=[ord("a")]).legal().tolist() == [*range(ord("0"), ord("9") + 1)]
+
+
 def test_backend_error_is_one_sentence(backend, serve):
     """The error message is one sentence, both from the backend and from the compile service."""
     service = serve(backend.name.lower())
