@@ -16,7 +16,7 @@ import pytest
 
 from graft.cudagraph.driver import chooser
 from graft.cudagraph.errors import OptionError
-from graft.tools import cli, doctor, lock_order
+from graft.tools import cli, doctor, lock_order, soft
 
 
 def test_doctor_reports_healthy_environment(capsys):
@@ -391,8 +391,19 @@ def test_watch_reports_deadlock_with_stacks_of_both_threads(program, capfd):
 def test_watch_variable_records_edges_without_the_tool(program, tmp_path):
     """If SOFTCUDA_WATCH names a file, each process that opens the soft device appends its edges."""
     path = tmp_path / "edges.jsonl"
-    env = {**os.environ, "GRAFT_DEVICE": "soft", "SOFTCUDA_WATCH": str(path)}
-    code = program("call_holding_gil()")
+    code = program(
+        """
+        import ctypes
+        driver = ctypes.PyDLL("libcuda.so.1")
+        context, free, total = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
+        assert driver.cuInit(0) == 0
+        assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+        assert driver.cuCtxSetCurrent(context) == 0
+        assert driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
+        """,
+        prelude="",
+    )
+    env = {**soft.soft_environment(), "SOFTCUDA_WATCH": str(path)}
     for _ in range(2):
         subprocess.run([sys.executable, code], env=env, check=True)
     report = lock_order.read_report(path)
