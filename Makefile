@@ -39,7 +39,8 @@ export PYTHONDONTWRITEBYTECODE :=
 # cores, because many tests wait for processes, servers and deadlines, but with at most 9 processes.
 # The tests of a file run in one process. PYTEST="-n 0" runs all tests in one process.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
-PARALLEL = $(if $(shell $(PY) -c "import xdist" 2>&1),, \
+FIND_XDIST = from importlib.util import find_spec; print(find_spec("xdist") and "found" or "")
+PARALLEL = $(if $(shell $(PY) -c '$(FIND_XDIST)' 2>/dev/null), \
   -n $(shell expr $(CORES) + 2) --maxprocesses 9 --dist loadfile --no-loadscope-reorder)
 RUN_TESTS = $(PY) -m pytest $(TESTS)
 

@@ -120,18 +120,32 @@ def test_callback_latency_quantiles_are_samples():
     assert latency.quantiles(nanoseconds) == {"p50": 501.0, "p99": 990.0, "max": 1000.0}
 
 
-def test_callback_latency_writes_table_and_json(device, tmp_path):
-    path = tmp_path / "latency.json"
-    program = [sys.executable, "-m", "graft.tools.labs.callback_latency"]
-    options = ["--samples", "10", "--callbacks", "1", "2", "--json", str(path)]
-    printed = subprocess.run(
-        [*program, *options],
+def run_latency_program(device, options):
+    """Run the lab as a program and return what it prints."""
+    return subprocess.run(
+        [sys.executable, "-m", "graft.tools.labs.callback_latency", *options],
         env={**os.environ, "GRAFT_DEVICE": device.kind},
         check=True,
         text=True,
         capture_output=True,
         timeout=240,
     ).stdout
+
+
+@pytest.mark.parametrize(
+    "is_program", [pytest.param(True, marks=pytest.mark.full, id="program"), False]
+)
+def test_callback_latency_writes_table_and_json(device, tmp_path, monkeypatch, capsys, is_program):
+    path = tmp_path / "latency.json"
+    samples = 10 if is_program else 4
+    options = ["--samples", str(samples), "--callbacks", "1", "2", "--json", str(path)]
+    if is_program:
+        printed = run_latency_program(device, options)
+    else:
+        monkeypatch.setenv("GRAFT_DEVICE", device.kind)
+        monkeypatch.setattr(latency, "BATCH", 2)
+        assert latency.main(options) == 0
+        printed = capsys.readouterr().out
     report = json.loads(path.read_text())
     names = [name for name in transports.TRANSPORTS if not transports.unavailable(name)]
     expected = {(name, n, p) for name in names for n in (1, 2) for p in latency.PYTHON_STATES}
@@ -140,7 +154,7 @@ def test_callback_latency_writes_table_and_json(device, tmp_path):
     assert len(found) == len(expected)
     assert set(found) == expected
     for one in measurements:
-        assert one["samples"] == 10
+        assert one["samples"] == samples
         for quantiles in (one["join_us"], one["hop_us"]):
             if quantiles is not None:
                 assert list(quantiles.values()) == sorted(quantiles.values())
