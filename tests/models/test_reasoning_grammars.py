@@ -20,6 +20,7 @@ from graft.models import Engine, Request
 SCRIPTS = {
     "reasons": Script("<think>So</think>\nab12"),
     "reasons spelled": Script("\n<think>Or so</think>ba7", spelled=True),
+    "joins": Script("<think>So far</think> ab12"),
     "answers": Script("<bb99"),
     "answers otherwise": Script("no answer"),
     "ends early": Script("<think>Let me"),
@@ -101,6 +102,17 @@ def test_drafts_do_not_change_outputs_with_optional_reasoning(model, expected, o
     assert found == expected(60, **backend)
     reasons = [reason for _, reason in found]
     assert reasons.count("stop") >= len(SCRIPTS)
+
+
+def test_token_joins_white_space_and_answer(model):
+    """The scripted model has a token of the space after the marker and the first letter."""
+    messages = [{"role": "user", "content": "<script:joins>"}]
+    request = Request(messages=messages, max_tokens=60, grammar=GRAMMAR)
+    with Engine(model, model, draft_length=3, max_length=256) as engine:
+        [output] = engine.generate([request])
+        assert output.text == SCRIPTS["joins"].text
+        pieces = [engine.tokenizer.decode([token]) for token in output.tokens]
+    assert pieces[pieces.index("</think>") + 1] == " a"
 
 
 def test_preemption_does_not_change_outputs_with_optional_reasoning(model, expected):
