@@ -46,7 +46,7 @@ from graft.sampling.params import Relaxed
 __all__ = ["MigratedRequest", "Migrator"]
 
 #: Version of the data of a `MigratedRequest`. Increment it when the data or its meaning changes.
-FORMAT = 3
+FORMAT = 4
 
 #: `checkpoint_digest` reads this many bytes of a file at each of about `_MAX_SAMPLES` offsets.
 _SAMPLE_BYTES = 1 << 14

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from conformance_util import ADDED, SCRIPTS, STOPS
+from kept_kernels import kept_kernels  # noqa: F401  (used by all tests of the folder)
 from scripted_model import write_scripted_model
 
 from graft.models import Engine

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from guide_util import THINK, byte_vocabulary
+from kept_kernels import kept_kernels  # noqa: F401  (used by all tests of the folder)
 
 from graft.grammar import GrammarBackend, GrammarService, make_backend
 

@@ -320,8 +320,8 @@ def test_migrated_request_rejects_other_formats():
     """Data of another version or size, and other safetensors, are refused before they are used."""
     data = make_migrated_request().to_bytes()
     assert is_equal(MigratedRequest.from_bytes(data), make_migrated_request())
-    other_version = data.replace(b'"format": 3', b'"format": 2')
-    with pytest.raises(MigrationError, match="has format 2; this version reads format 3 only"):
+    other_version = data.replace(b'"format": 4', b'"format": 2')
+    with pytest.raises(MigrationError, match="has format 2; this version reads format 4 only"):
         MigratedRequest.from_bytes(other_version)
     weights = save({"weight": np.zeros(3, np.float32)})
     text = save({"description": np.frombuffer(b"[2]", np.uint8)})

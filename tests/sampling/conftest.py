@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+from kept_kernels import kept_kernels  # noqa: F401  (used by all tests of the folder)
 from sampling_round import TableRound
 
 
