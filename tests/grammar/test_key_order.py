@@ -440,6 +440,19 @@ def test_any_order_excludes_values_that_never_end():
         GrammarSpec.json_schema(schema, key_order="any").check()
 
 
+def test_any_order_of_contains_without_valid_items():
+    """No value is a valid item, so no array contains one of the listed values."""
+    schema = {
+        "type": ["array", "null"],
+        "items": {"additionalProperties": False, "allOf": [{"$ref": "#/$defs/required"}]},
+        "contains": {"enum": [{}]},
+        "$defs": {"required": {"type": "object", "required": ["a"]}},
+    }
+    grammar = Grammar.routed(route(schema, key_order="any"))
+    assert grammar.accepts_value(None)
+    assert not any(map(grammar.accepts_value, ([], [{}], [{"a": 1}])))
+
+
 def test_any_order_of_names_that_match_one_pattern():
     """The pattern need not have an automaton."""
     names = "|".join(f"name {i}{'x' * i}" for i in range(70))

@@ -436,10 +436,10 @@ class _RuleBuilder:
         if shape.low > 1 or shape.high is not None:
             raise NoExactForm("contains", "the number of items is limited")
         contained = self._rule((shape.contained, *shape.items))
-        if contained is None:
-            return None
         item = self._rule(shape.items)
-        assert item is not None  # `contained` matches an item
+        # A JSON part, which `contained` can be, is not always known to have no values.
+        if contained is None or item is None:
+            return None
         return self._shared_rule(lark.containing_body(item, contained), [(contained,)])
 
     def _object(self, shape: ObjectShape) -> str | None:
