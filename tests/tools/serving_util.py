@@ -26,6 +26,7 @@ PERSON = {
 PROMPT = "Extract the fields.\nname: Olga Novak; age: 42"
 #: Fields that OpenAI's client does not know, so that they are passed to it in ``extra_body``.
 EXTRA_FIELDS = (
+    "enable_thinking",
     "structured_outputs",
     "top_k",
     "guided_regex",
