@@ -16,11 +16,11 @@ from cudagraph_util import (
     replay,
     resident_kib,
     run_program,
-    run_python,
     wait_for_records,
     wait_until,
     wait_until_freed,
 )
+from fork_server import run_forked
 
 from graft import native
 from graft.cudagraph import Device, DeviceError, Graph, GraphLane, Stream, condition, if_, if_else
@@ -248,7 +248,7 @@ sys.exit(len(calls) - 1)
 
 
 def test_process_that_was_forked_before_its_parent_opened_a_device_opens_one() -> None:
-    done = run_python(FORKED_BEFORE_DEVICE)
+    done = run_forked(FORKED_BEFORE_DEVICE)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
 
