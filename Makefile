@@ -136,8 +136,9 @@ test-sanitize: setup ## stress the C++ part under address, undefined-behavior an
 
 # Tests that run kernels, for each architecture for which NVRTC compiles them. The warps run in a
 # random order, and races are detected.
-PTX_TESTS = $(addprefix tests/models/test_, kernel_library.py attention.py fp8.py llama.py eagle3.py \
-  dflash.py mtp.py tensor_core_rounds.py row_invariance.py programmatic.py draft_row_assignment.py) \
+PTX_TESTS = $(addprefix tests/models/test_, kernel_library.py product_shares.py attention.py fp8.py \
+  llama.py eagle3.py dflash.py mtp.py tensor_core_rounds.py row_invariance.py programmatic.py \
+  draft_row_assignment.py) \
   $(addprefix tests/sampling/test_, mask_apply.py adjust.py draft.py target.py verify.py tree.py \
   parts.py) $(addprefix tests/cudagraph/test_, mailbox.py conditional.py) \
   tests/grammar/test_device_automata.py

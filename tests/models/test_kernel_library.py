@@ -236,7 +236,7 @@ def test_tall_tiles_equal_matrix_product_and_single_rows(device, lane, monkeypat
 
 
 def test_mma_shape_chooses_tall_tiles_only_where_they_fit_and_save_time():
-    """An 8B Llama with 256 rows uses tall tiles for all matrices but that of qkv."""
+    """An 8B Llama with 256 rows uses tall tiles for all matrices, a smaller one only for some."""
     blocks = {}
     for columns, inner in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
         shape = mma_shape(256, columns, inner=inner, allow_tall=True)
@@ -244,10 +244,10 @@ def test_mma_shape_chooses_tall_tiles_only_where_they_fit_and_save_time():
         assert mma_shape(256, columns, inner=inner).defines["ROW_BLOCK"] == 128
         assert mma_shape(128, columns, inner=inner, allow_tall=True).defines["ROW_BLOCK"] == 128
     assert blocks == {
-        (6144, 4096): (128, (2, 48, 1)),
-        (4096, 4096): (256, (1, 32, 4)),
-        (28672, 4096): (256, (1, 224, 1)),
-        (4096, 14336): (256, (1, 32, 4)),
+        (6144, 4096): (256, (2, 1, 48)),
+        (4096, 4096): (256, (4, 1, 32)),
+        (28672, 4096): (256, (1, 1, 224)),
+        (4096, 14336): (256, (4, 1, 32)),
     }
 
 

@@ -122,14 +122,15 @@ def test_roofline_counts_instructions_of_machine_code(block, outputs):
 def test_roofline_counts_batches_of_machine_code(block, outputs):
     """With K splits, a batch loads all its partial sums and residuals before its first sum.
 
-    For a pair of outputs, these are 2 * 4 partial sums and 2 residuals.
+    For a pair of outputs, these are 2 * 4 partial sums and 2 residuals. A batch has the pairs of
+    half a tile, or as many as fit into registers.
     """
     code = instructions("linear_many", ROW_BLOCK=block, OUTPUTS=outputs, X16=1)
     epilogue = code[max(i for i, text in enumerate(code) if text.startswith("HMMA")) :]
     loads = ["L" if text.startswith("LDG") else "+" * text.startswith("FADD") for text in epilogue]
-    most_loads = max(map(len, "".join(loads).split("+")))
-    pairs = block * outputs // 2 // 256
-    assert most_loads // 10 == min(pairs, roofline.EPILOGUE_BATCH)
+    batch = max(map(len, "".join(loads).split("+")))
+    pairs = block * outputs // 2 // 256 // 2
+    assert batch // 10 == min(pairs, roofline.EPILOGUE_BATCH)
 
 
 @pytest.mark.nvrtc

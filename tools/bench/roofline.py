@@ -97,8 +97,8 @@ TILES = {
     (16, 32): _Tile(257 / 32, 2, 1, 32 << 10),
     (32, 128): _Tile(230 / 16, 2, 2, 32 << 10),
     (64, 128): _Tile(260 / 32, 4, 2, 48 << 10),
-    (64, 256): _Tile(414 / 64, 4, 4, 96 << 10),
-    (128, 128): _Tile(385 / 64, 4, 4, 32 << 10),
+    (64, 256): _Tile(380 / 64, 4, 4, 96 << 10),
+    (128, 128): _Tile(364 / 64, 4, 4, 32 << 10),
     (256, 128): _Tile(247 / 64, 8, 4, 24 << 10),
 }
 
@@ -223,23 +223,27 @@ def product(name: str, rows: int, columns: int, inner: int, count: int = 1) -> L
         readers = blocks // shape.blocks_per_multiprocessor
         l2 = weights + max(readers, min(blocks, MULTIPROCESSORS)) * (x + square_sums)
     else:
-        row_blocks, column_blocks, splits = shape.grid
+        splits, row_blocks, column_blocks = shape.grid
         l1_per_mma += 4096 * (block + outputs) / (block * outputs)  # copies to shared memory
         l2 = row_blocks * weights + column_blocks * (x + splits * square_sums)
-        # A tile of 256 rows must load the positions of its rows before the sines and cosines, which
-        # is one more load that waits for another one.
-        loads = epilogue.loads + (name == "qkv" and block == 256)
+        loads = epilogue.loads
         if splits > 1:
-            # With split K, the first block of a tile stores the total of its partial sums, and the
-            # other blocks store each partial sum. The last block to arrive loads all stored sums,
-            # except the one that it still has in registers.
-            one = block * outputs * 4
-            stored = (_PARTS - _PARTS // splits + 1) * one
-            l2 += (2 * stored - one) * row_blocks * column_blocks
-            tiles_each = ceil_div(row_blocks * column_blocks, MULTIPROCESSORS)
-            latency += (tiles_each * (stored - one) / 64) / CLOCK + 2 * ROUND_TRIP_S
+            # With split K, the first block of a tile has a total of its partial sums, and the other
+            # blocks have several partial sums. One of these sums stays in the block that adds them.
+            # The others are stored and loaded.
+            moved = (_PARTS - _PARTS // splits) * block * outputs * 4
+            l2 += 2 * moved * row_blocks * column_blocks
+            blocks_each = ceil_div(blocks, MULTIPROCESSORS)
+            # A block stores its sums, counts itself, and polls the counters of other blocks.
+            latency += (blocks_each * moved / splits / 64) / CLOCK + 3 * ROUND_TRIP_S
             loads = max(loads, 1)
-        batches = ceil_div(block * outputs, 2 * 256 * EPILOGUE_BATCH)
+        # A tile of 256 rows must load the positions of its rows before the sines and cosines, which
+        # is one more load that waits for another one. With split K, the positions leave fewer
+        # registers for other inputs.
+        has_positions = name == "qkv" and block == 256
+        batch = EPILOGUE_BATCH // (2 if has_positions and splits > 1 else 1)
+        batches = ceil_div(block * outputs, 2 * 256 * batch * splits)
+        loads += has_positions
         waves = 1 if shape.blocks_per_multiprocessor > 1 else shape.waves
         latency += batches * loads * waves * ROUND_TRIP_S
     early = min(min(blocks, concurrent) * tile.early_bytes, HOP_S * READ_BANDWIDTH)
@@ -248,7 +252,7 @@ def product(name: str, rows: int, columns: int, inner: int, count: int = 1) -> L
     l1 = mma * l1_per_mma
     if block == 256:
         # A thread adds 128 sums per part to totals in shared memory, with about nine instructions.
-        parts = blocks * _PARTS / shape.grid[2]
+        parts = blocks * _PARTS / splits
         issue += parts * 8 * 128 * 9
         l1 += parts * 2 * block * 128 * 4
     on_chip = {"L1": l1 / filled, "issue": issue / filled, "mma": mma / filled}

@@ -44,6 +44,11 @@
 #define X_ROW_STEP (WARPS * 32 / PACKS)
 #define X_AT_ONCE ((ROW_BLOCK + 63) / 64)
 #define BLOCKS_PER_MULTIPROCESSOR (ROW_BLOCK == 32 ? 2 : 1)
+// How often a block polls whether the other blocks of its tile have stored their sums. On a GPU,
+// the polls take about 10 us.
+#ifndef POLLS
+#define POLLS 32
+#endif
 // Whether position, slot and ancestors of each row (RowState), which RoPE and the KV cache need,
 // are loaded to shared memory before the main loop. Tall tiles (TALL) have no shared memory left
 // for them, because the totals over partial sums are stored there.
@@ -103,18 +108,36 @@ struct StageIterator {
   }
 };
 
-// Grid: (rows / ROW_BLOCK, columns / OUTPUTS, splits). Blocks with consecutive blockIdx.x use the
-// same weights. They run at the same time, so the weights are read from global memory only once.
-// With SPLIT_X, a row of x takes two rows of the mma operand B, so a block has half as many rows of
-// x.
+// Waits until `others` blocks have called arrive() with the same counter, then sets the counter to
+// zero and returns true. Returns false if they have not after POLLS polls.
+__device__ __forceinline__ bool wait_for_arrivals(unsigned int* arrived, int others) {
+  volatile unsigned int* const count = arrived;
+#pragma unroll 1
+  for (int poll = 0; poll < POLLS; ++poll) {
+    if (*count != static_cast<unsigned int>(others)) continue;
+    *count = 0;
+    __threadfence();
+    return true;
+  }
+  return false;
+}
+
+// Grid: (splits, rows / ROW_BLOCK, columns / OUTPUTS). Blocks that use the same weights run at the
+// same time, so the weights are read from global memory only once. With SPLIT_X, a row of x takes
+// two rows of the mma operand B, so a block has half as many rows of x.
 //
 // With split K, several blocks compute one tile. Each computes some of the PARTS partial sums of
-// every output of the tile. The block that computes the first partial sums adds its own ones in
-// order and writes the total to `partials` [tiles, PARTS, ROW_BLOCK, OUTPUTS]. The other blocks
-// write each partial sum by itself, so that the last block of a tile to arrive can add them to the
-// total in order. That block keeps its own last sums and loads the others. `arrived` [tiles] counts
-// the blocks that have arrived; it must be zero and is left zero. linear_mma.cuh documents the
-// other arguments.
+// every output of the tile. The first block adds its own partial sums in order; the other blocks
+// keep each partial sum by itself, so that they can be added to the total of the first block in
+// order. The rows of the tile are divided into one share per block. A block stores the sums of the
+// shares of the other blocks to `partials` [tiles, PARTS, ROW_BLOCK, OUTPUTS]. When the other
+// blocks have stored the sums of the block's own share, the block adds them and stores the results.
+//
+// `arrived` [tiles, splits] counts, for each share, the blocks that have stored their sums of it.
+// It must be zero and is left zero. A block waits only for a limited time, because the other blocks
+// might not run at the same time. It then stores the sums of its own share as well. The last block
+// that arrives at the counter of a share adds its sums, whichever block this is. linear_mma.cuh
+// documents the other arguments.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESSOR)
     linear_many(const Weight* weight, const float* weight_scale, const float* bias, const Input* x,
                 const float* residual, OUT* out, float* copy, int rows, int columns, int inner,
@@ -125,15 +148,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
                 CACHE* values, int heads, int kv_heads, int slots, int max_pages, int page_shift,
                 int scratch_page, float* partials, unsigned int* arrived) {
   extern __shared__ Pack16 staged[];
-  __shared__ int last;
+  __shared__ bool adds[PARTS];  // whether this block adds the sums of a share
   __shared__ float scale[ROWS];
   __shared__ RowState row_state[SHARES_STATES ? ROWS : 1];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int column = blockIdx.y * OUTPUTS, first = blockIdx.x * ROWS;
-  const int splits = gridDim.z, parts = parts_of(inner);
+  const int column = blockIdx.z * OUTPUTS, first = blockIdx.y * ROWS;
+  const int splits = gridDim.x, own_share = blockIdx.x, parts = parts_of(inner);
   const int own_column = warp % COLUMN_WARPS * COLUMN_TILES * 16;
   const int own_row = warp / COLUMN_WARPS * ROW_TILES * 8;
-  const int begin = blockIdx.z * (PARTS / splits), end = begin + PARTS / splits;
+  const int begin = own_share * (PARTS / splits), end = begin + PARTS / splits;
   StageIterator current = {begin, end < parts ? end : parts, inner / CHUNK, begin, 0};
   StageIterator next_copy = current;
   // The last part of this block, whose sums the block keeps until the end; -1 if it has no part.
@@ -222,8 +245,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
                     norm_square_sums};
   const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, ROPE_HEAD_DIM};
   const RopeStore to = {rope_table, slot, pos, ancestors, pages, keys, values, heads, scratch_page};
-  const long long tile = static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x;
-  float* const tile_partials = partials + tile * PARTS * ROW_BLOCK * OUTPUTS;
+  const int tile = blockIdx.z * gridDim.y + blockIdx.y;
+  float* const tile_partials =
+      partials + static_cast<long long>(tile) * (PARTS * ROW_BLOCK * OUTPUTS);
   float sum[COLUMN_TILES][ROW_TILES][4] = {};
   // Totals over the parts of the inner dimension that this block has completed. Only the block that
   // computes a tile's first parts needs them. The other blocks store the partial sum of each part
@@ -235,7 +259,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   const auto row_of = [&](int n, int i) { return own_row + n * 8 + 2 * t + i % 2 >> SPLIT_X; };
   const auto column_of = [&](int m, int i) { return own_column + m * 16 + g + i / 2 * 8; };
   const auto end_part = [&](int part) {
-    const bool stored = splits > 1 && (begin > 0 || part == kept);
 #pragma unroll
     for (int m = 0; m < COLUMN_TILES; ++m) {
       float before[ROW_TILES][4];  // totals from shared memory, all loaded before a store
@@ -254,13 +277,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
           const float value = SPLIT_X ? sum[m][n][i & 2] + sum[m][n][i | 1] : sum[m][n][i];
           const int r = row_of(n, i), c = column_of(m, i);
           // With split K, the block with the first parts of a tile adds its partial sums in order.
-          // The other blocks store each partial sum, so that the last block to arrive can add them
-          // in order too.
+          // The other blocks store each partial sum. The sums of the last part follow at the end.
           const float folded =
               begin > 0 || part == 0 ? value : (TALL ? before[n][i] : total[m][n][i]) + value;
           if (!TALL) total[m][n][i] = folded;
           if (TALL && (begin == 0 || part == kept)) exchanged[exchange_index(r, c)] = folded;
-          if (!stored || first + r >= rows || (SPLIT_X && i % 2 == 1)) continue;
+          if (begin == 0 || part == kept) continue;
+          if (first + r >= rows || (SPLIT_X && i % 2 == 1)) continue;
           tile_partials[(part * ROW_BLOCK + r) * OUTPUTS + c] = folded;
         }
 #pragma unroll
@@ -329,22 +352,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
     if (ends) end_part(part);
   }
 
-  // Epilogue. A thread stores PAIRS pairs of outputs, all of them in the same two columns. It loads
-  // the inputs of AT_ONCE pairs before it adds the partial sums of the first one, so that the
-  // latencies of the loads overlap. An output is the sum of up to SUMS partial sums.
+  // Epilogue. A thread stores up to PAIRS pairs of outputs, all of them in the same two columns. It
+  // loads the inputs of AT_ONCE pairs before it adds the partial sums of the first one, so that the
+  // latencies of the loads overlap. An output is the sum of up to SUMS partial sums. With split K,
+  // a block usually stores at most half of the pairs.
   constexpr int PAIRS = ROWS * OUTPUTS / 2 / (WARPS * 32);
-  constexpr int MOST = TALL && ROPE_HEAD_DIM && BIAS ? 8 : 16;  // limited by the registers
-  constexpr int AT_ONCE = PAIRS < MOST ? PAIRS : MOST;
   constexpr int ROW_STEP = ROWS / PAIRS;
   const int first_row = threadIdx.x / (OUTPUTS / 2);
   const int c = threadIdx.x % (OUTPUTS / 2) / 8 * 16 + threadIdx.x % 8;
-  static_assert(PAIRS % AT_ONCE == 0, "every batch is full");
-  const auto store_tile = [&](auto sums, int first_sum, int count, const auto& sum_at) {
+  const auto store_rows = [&](auto sums, int begin_row, int end_row, int first_sum, int count,
+                              const auto& sum_at) {
     constexpr int SUMS = sums.VALUE;
-    EpilogueInputs factors;
+    // As many as fit into registers.
+    constexpr int MOST = TALL && ROPE_HEAD_DIM && (BIAS || SUMS > 1) ? 8 : 16;
+    constexpr int USUAL = SUMS > 1 && PAIRS > 1 ? PAIRS / 2 : PAIRS;
+    constexpr int AT_ONCE = USUAL < MOST ? USUAL : MOST;
+    EpilogueInputs factors = {};
     load_factors(&factors, y, column + c);
 #pragma unroll 1
-    for (int r = first_row; first + r < rows && r < ROWS; r += AT_ONCE * ROW_STEP) {
+    for (int r = begin_row + first_row; r < end_row; r += AT_ONCE * ROW_STEP) {
       float top[AT_ONCE][SUMS], low[AT_ONCE][SUMS];
       EpilogueInputs inputs[AT_ONCE];
       RowState states[AT_ONCE];
@@ -352,24 +378,26 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
       for (int u = 0; u < AT_ONCE; ++u) {
         const int row = r + u * ROW_STEP;
         inputs[u] = factors;
-        load_residual(&inputs[u], y, first + row, column + c);
-        if (!SHARES_STATES) states[u] = load_row_state(y, to, first + row);
+        states[u] = {-1, -1, 0};
+        if (row < end_row) {
+          load_residual(&inputs[u], y, first + row, column + c);
+          states[u] = SHARES_STATES ? row_state[row] : load_row_state(y, to, first + row);
+        }
 #pragma unroll
         for (int p = 0; p < SUMS; ++p) {
-          const bool is_used = first + row < rows && p >= first_sum && p < count;
+          const bool is_used = row < end_row && p >= first_sum && p < count;
           top[u][p] = is_used ? sum_at(p, row, c) : 0.0f;
           low[u][p] = is_used ? sum_at(p, row, c + 8) : 0.0f;
         }
       }
 #pragma unroll
       for (int u = 0; u < AT_ONCE; ++u) {
-        const RowState& state = SHARES_STATES ? row_state[r + u * ROW_STEP] : states[u];
-        load_rotation(&inputs[u], y, to, state, column + c);
+        load_rotation(&inputs[u], y, to, states[u], column + c);
       }
 #pragma unroll
       for (int u = 0; u < AT_ONCE; ++u) {
         const int row = r + u * ROW_STEP;
-        if (first + row >= rows) return;
+        if (row >= end_row) return;
 #pragma unroll
         for (int p = 1; p < SUMS; ++p) {
           // Unused partial sums are skipped: adding their 0 would change the sign of a sum of -0.
@@ -396,19 +424,50 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
     }
     if (!TALL) __syncthreads();
   };
-  if (splits > 1) {
-    if (!is_last_block(arrived + tile, splits, &last)) return;
-    exchange_sums();
-    const volatile float* const of = tile_partials;
-    store_tile(Constant<PARTS>(), min(PARTS / splits, parts) - 1, parts,
+  __syncthreads();  // all threads have read the last stage
+  exchange_sums();
+  if (splits == 1) {
+    store_rows(Constant<1>(), 0, min(ROWS, rows - first), 0, 1,
+               [=](int, int row, int at) { return exchanged[exchange_index(row, at)]; });
+    return;
+  }
+  // Stores the last sums of this block for the rows [begin_row, end_row) to `partials`.
+  const auto store_sums = [&](int begin_row, int end_row) {
+    Floats4* const of_part = reinterpret_cast<Floats4*>(tile_partials + kept * ROW_BLOCK * OUTPUTS);
+    const int packs = min(end_row, rows - first) * (OUTPUTS / 4);
+    for (int n = begin_row * (OUTPUTS / 4) + threadIdx.x; n < packs; n += WARPS * 32) {
+      const int at = exchange_index(n / (OUTPUTS / 4), n % (OUTPUTS / 4) * 4);
+      if (kept >= 0) of_part[n] = *reinterpret_cast<const Floats4*>(exchanged + at);
+    }
+  };
+  unsigned int* const counters = arrived + tile * splits;
+  const int share_rows = ROWS / splits, own_begin = own_share * share_rows;
+  store_sums(0, own_begin);
+  store_sums(own_begin + share_rows, ROWS);
+  __syncthreads();  // the sums of the other shares are stored
+  if (warp == 0) {
+    if (lane < splits && lane != own_share) adds[lane] = arrive(counters + lane, splits);
+    __syncwarp();  // a block is counted before it waits, because other blocks wait for it
+    if (lane == own_share) adds[lane] = wait_for_arrivals(counters + lane, splits - 1);
+  }
+  __syncthreads();
+  if (!adds[own_share]) {
+    store_sums(own_begin, own_begin + share_rows);
+    __syncthreads();
+    if (threadIdx.x == 0) adds[own_share] = arrive(counters + own_share, splits);
+    __syncthreads();
+  }
+  // Number of parts of the first block: PARTS / splits, for which the main loop has no register.
+  const int first_parts = share_rows / (ROWS / PARTS);
+  const volatile float* const of = tile_partials;
+#pragma unroll 1
+  for (int share = 0; share < splits; ++share) {
+    if (!adds[share]) continue;
+    const int begin_row = share * share_rows, end_row = min(begin_row + share_rows, rows - first);
+    store_rows(Constant<PARTS>(), begin_row, end_row, min(first_parts, parts) - 1, parts,
                [=](int p, int row, int at) {
                  if (p == kept) return exchanged[exchange_index(row, at)];
                  return static_cast<float>(of[(p * ROW_BLOCK + row) * OUTPUTS + at]);
                });
-    return;
   }
-  __syncthreads();  // all threads have read the last stage
-  exchange_sums();
-  store_tile(Constant<1>(), 0, 1,
-             [=](int, int row, int at) { return exchanged[exchange_index(row, at)]; });
 }

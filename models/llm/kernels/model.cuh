@@ -51,17 +51,23 @@ __device__ __forceinline__ float tree_sum(float* values) {
   }
 }
 
+// Counts the block at a counter of `blocks` blocks. Returns whether all blocks have now been
+// counted, and then sets the counter to zero. The caller then sees what the other blocks wrote
+// before they were counted. Called by one thread after a barrier, and followed by a barrier.
+__device__ __forceinline__ bool arrive(unsigned int* arrived, int blocks) {
+  const unsigned int highest = static_cast<unsigned int>(blocks) - 1u;
+  __threadfence();
+  const bool is_last = atomicInc(arrived, highest) == highest;
+  __threadfence();
+  return is_last;
+}
+
 // Returns whether this block is the last of `blocks` blocks to call the function with the same
 // counter. The last block sees what the other blocks wrote before their calls. All threads of the
 // block call the function; `last` is in shared memory. The counter must be zero and is left zero.
 __device__ __forceinline__ bool is_last_block(unsigned int* arrived, int blocks, int* last) {
   __syncthreads();
-  if (threadIdx.x == 0) {
-    const unsigned int highest = static_cast<unsigned int>(blocks) - 1u;
-    __threadfence();
-    *last = atomicInc(arrived, highest) == highest;
-    __threadfence();
-  }
+  if (threadIdx.x == 0) *last = arrive(arrived, blocks);
   __syncthreads();
   return *last != 0;
 }

@@ -382,7 +382,7 @@ class Products:
         args = (*args, product.square_sums, product.eps, *norm_args, *store_args)
         if shape.kernel == "linear_many":
             partials = self._zeroed_workspace("float32", shape.partials)
-            counters = self._zeroed_workspace("int32", shape.grid[0] * shape.grid[1])
+            counters = self._zeroed_workspace("int32", shape.counters)
             args = (*args, partials, counters)
         lane.kernel(kernel, shape.grid, shape.block, args, shared=shape.shared, name=name)
 

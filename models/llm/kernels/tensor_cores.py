@@ -34,13 +34,14 @@ MULTIPROCESSORS = 132
 # by rows per tile.
 _FEW_BLOCKS_PER_MULTIPROCESSOR = {1: 3, 2: 2}
 _BLOCKS_PER_MULTIPROCESSOR = {32: 2, 64: 1, 128: 1, _TALL_TILE: 1}
-# Time of a wave of tall tiles, in units of the time of a wave of tiles of 128 rows. It is the ratio
-# of the bytes that the two waves read through the L2 cache.
-_TALL_WAVE = 1.5
+# Time of a wave of tall tiles, in units of the time of a wave of tiles of 128 rows. It is a little
+# less than 1.5, the ratio of the bytes that the two waves read through the L2 cache, because tall
+# tiles need fewer instructions.
+_TALL_WAVE = 1.4
 # Estimated cost of K splits, in units of the time of one wave without splits that multiplies
 # _SPLIT_COST_INNER inner indices. The end of each wave costs _SPLIT_COST. Storing and adding a
 # partial sum per output of all tiles of a wave costs _SPLIT_COST_PER_ROW for each row of a tile.
-_SPLIT_COST_PER_ROW = 0.0375 / 32
+_SPLIT_COST_PER_ROW = 0.025 / 32
 _SPLIT_COST_INNER = 4096
 _SPLIT_COST = 0.07
 
@@ -50,11 +51,13 @@ class MmaShape(NamedTuple):
 
     kernel: str  # name of the kernel and of its file
     defines: dict[str, int]  # compile-time constants that depend on the shape
-    grid: tuple[int, int, int]  # z is the number of K splits
+    grid: tuple[int, int, int]  # of linear_many: K splits, tiles of rows, tiles of columns
     block: int  # threads per block
     blocks_per_multiprocessor: int  # number of blocks that run at the same time
     shared: int = 0  # dynamic shared memory in bytes
-    partials: int = 0  # size of the split-K workspace in floats; 0 without splits
+    # Sizes of the split-K workspaces in floats and integers; 0 without splits.
+    partials: int = 0
+    counters: int = 0
 
     @property
     def waves(self) -> int:
@@ -102,8 +105,10 @@ def mma_shape(
     down = ceil_div(rows, block)
     splits = _choose_splits(across * down, block, inner)
     partials = 0
+    counters = 0
     if splits > 1:
         partials = across * down * _MAX_SPLITS * block * outputs
+        counters = across * down * splits
     stage_bytes = outputs * nbytes + block * 2
     if block == _TALL_TILE:
         shared = _TALL_STAGED * stage_bytes + 4 * block * outputs
@@ -112,11 +117,12 @@ def mma_shape(
     return MmaShape(
         "linear_many",
         {"ROW_BLOCK": block, "OUTPUTS": outputs},
-        (down, across, splits),
+        (splits, down, across),
         256,
         _BLOCKS_PER_MULTIPROCESSOR[block],
         shared,
         partials,
+        counters,
     )
 
 
@@ -156,8 +162,9 @@ def _estimated_time(tiles: int, rows: int, inner: int, splits: int) -> float:
     """Return the estimated time of a product, in units of the time of a wave without splits.
 
     With s splits there are more waves, each of which takes 1 / s of the time. But partial sums have
-    to be stored and added: the first block of a tile stores the total of its partial sums, and the
-    other blocks store every partial sum. Each of the `tiles` has `rows` rows.
+    to be stored and added: the first block of a tile has a total of its partial sums, and the other
+    blocks have several partial sums. One of these sums stays in the block that adds them, and the
+    others are stored. Each of the `tiles` has `rows` rows.
     """
     concurrent = MULTIPROCESSORS * _BLOCKS_PER_MULTIPROCESSOR[rows]
     waves = ceil_div(tiles * splits, concurrent)
@@ -166,6 +173,6 @@ def _estimated_time(tiles: int, rows: int, inner: int, splits: int) -> float:
         time *= _TALL_WAVE
     if splits == 1:
         return time
-    stored = 1 + _MAX_SPLITS - _MAX_SPLITS // splits
+    stored = _MAX_SPLITS - _MAX_SPLITS // splits
     cost = _SPLIT_COST_PER_ROW * stored * rows * tiles / concurrent
     return time + (cost + _SPLIT_COST * waves) * _SPLIT_COST_INNER / inner
