@@ -18,7 +18,7 @@ from typing import Any
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar.errors import GrammarError
-from graft.grammar.spec import WHITE_SPACE
+from graft.grammar.spec import MAX_SPACE, WHITE_SPACE
 from graft.models.engine.engine import Engine
 from graft.models.request import Request
 from graft.models.tokenizer import RESERVED_VARIABLES
@@ -77,9 +77,12 @@ class PromptRow:
             # if it is a token id, which has no text.
             if not marker:
                 return None
-            # White space between the marker and the text of the grammar is skipped, unless it
-            # belongs to the text.
-            return is_valid(grammar, text) or is_valid(grammar, text.lstrip(WHITE_SPACE))
+            # Some of the white space after the marker can belong to the text of the grammar.
+            space = min(len(text) - len(text.lstrip(WHITE_SPACE)), MAX_SPACE)
+            found = None
+            for skipped in range(space + 1):
+                found = found or is_valid(grammar, text[skipped:])
+            return found
         return is_valid(grammar, text)
 
     def for_engine(self, engine: Engine) -> Request:

@@ -902,9 +902,11 @@ void bind_marked(nb::module_& guide) {
             std::vector<std::string> bytes;
             bytes.reserve(tokens.size());
             for (const nb::bytes& token : tokens) bytes.emplace_back(token.c_str(), token.size());
-            new (self)
-                Marker(ids, {text.c_str(), text.size()}, std::move(bytes), vocab_size, required,
-                       opening_ids, {opening.c_str(), opening.size()}, max_space, max_skipped);
+            const std::string marker(text.c_str(), text.size());
+            const std::string begin(opening.c_str(), opening.size());
+            nb::gil_scoped_release release;  // a large vocabulary takes a tenth of a second
+            new (self) Marker(ids, marker, std::move(bytes), vocab_size, required, opening_ids,
+                              begin, max_space, max_skipped);
           },
           nb::arg("ids"), nb::arg("text"), nb::arg("tokens"), nb::arg("vocab_size"),
           nb::arg("required"), nb::arg("opening_ids"), nb::arg("opening"), nb::arg("max_space"),

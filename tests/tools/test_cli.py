@@ -412,7 +412,10 @@ def test_output_validity_ignores_text_before_the_marker():
     """
     (row,) = parse_requests("--prompt", "x", "--choice", "a,b, c", "--after", "#")
     valid = {"so#a": True, "so#\n\n a": True, "so# c": True, "so#c": False, "so": None}
+    valid |= {"so#\n c": True, f"so#{' ' * 16}a": True, f"so#{' ' * 17}a": False}
     assert {text: row.is_valid(text) for text in valid} == valid
+    (row,) = parse_requests("--prompt", "x", "--json-object", "--after", "#")
+    assert row.is_valid("so# \n{}") is True and row.is_valid("so# ]") is False
 
 
 @pytest.mark.parametrize(
