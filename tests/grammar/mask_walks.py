@@ -71,7 +71,7 @@ def legal_ids(matcher: Matcher) -> list[int]:
 
 
 def require_equal_walks(
-    spec: GrammarSpec, walks: int = 12, length: int = 40, pieces: Sequence[str] = ()
+    spec: GrammarSpec, walks: int = 6, length: int = 40, pieces: Sequence[str] = ()
 ) -> int:
     """Require that an automaton and LLGuidance allow the same tokens along random texts.
 
