@@ -135,7 +135,7 @@ def automaton_requests():
 @functools.cache
 def automaton_answers():
     """Return the answers to `automaton_requests`, which options of drafting must not change."""
-    with settled(demo_engine(max_batch_size=4)) as engine:
+    with settled(demo_engine(max_batch_size=2)) as engine:
         return answers(engine.generate(automaton_requests()))
 
 
@@ -143,7 +143,7 @@ def test_device_rounds_have_no_host_steps():
     """A batch whose requests are promoted runs no host work, and its graphs contain none."""
     requests = automaton_requests()
     expected = automaton_answers()
-    with settled(demo_engine(max_batch_size=4, device_automata=True)) as engine:
+    with settled(demo_engine(max_batch_size=2, device_automata=True)) as engine:
         compile_automata(engine, requests)
         before = engine.counters()["grammar"]
         assert answers(engine.generate(requests)) == expected
@@ -174,7 +174,7 @@ def test_device_rounds_have_no_host_steps():
 )
 def test_device_automata_have_no_effect_where_drafts_are_probed(caplog, options):
     requests = automaton_requests()
-    with settled(demo_engine(max_batch_size=4, device_automata=True, **options)) as engine:
+    with settled(demo_engine(max_batch_size=2, device_automata=True, **options)) as engine:
         compile_automata(engine, requests)
         assert answers(engine.generate(requests)) == automaton_answers()
         assert engine.counters()["automata"] == {}
@@ -184,7 +184,7 @@ def test_device_automata_have_no_effect_where_drafts_are_probed(caplog, options)
 
 def test_device_automata_have_no_effect_where_tokens_are_forced_without_drafter(caplog):
     requests = automaton_requests()
-    options = {"max_batch_size": 4, "speculation": False, "forced_drafts": True}
+    options = {"max_batch_size": 2, "speculation": False, "forced_drafts": True}
     with settled(demo_engine(**options, generation="graph")) as engine:
         assert answers(engine.generate(requests)) == automaton_answers()
         assert engine.counters()["automata"] == {}
@@ -219,7 +219,7 @@ def test_device_automata_draft_forced_tokens(monkeypatch, composition, block):
     for device_automata in (False, True):
         with settled(
             demo_engine(
-                max_batch_size=4,
+                max_batch_size=2,
                 forced_drafts=True,
                 device_automata=device_automata,
                 grammar_budget_us=None,
@@ -245,7 +245,7 @@ def test_device_automata_keep_byte_bounds():
     requests = automaton_requests()
     expected = automaton_answers()
     options = {"automaton_bytes": 1 << 10, "mask_row_bytes": 1 << 10}
-    with settled(demo_engine(max_batch_size=4, device_automata=True, **options)) as engine:
+    with settled(demo_engine(max_batch_size=2, device_automata=True, **options)) as engine:
         compile_automata(engine, requests)
         for _ in range(2):
             assert answers(engine.generate(requests)) == expected
@@ -253,7 +253,7 @@ def test_device_automata_keep_byte_bounds():
         assert 0 < counters["table_bytes"] <= 1 << 10
         assert 0 < counters["row_bytes"] <= 1 << 10
         assert counters["tables_refused"] > 0 and counters["evicted"] > 0
-    with settled(demo_engine(max_batch_size=4, device_automata=True, mask_row_bytes=0)) as engine:
+    with settled(demo_engine(max_batch_size=2, device_automata=True, mask_row_bytes=0)) as engine:
         compile_automata(engine, requests)
         assert answers(engine.generate(requests)) == expected
         assert engine.counters()["automata"]["row_bytes"] == 0
@@ -269,7 +269,7 @@ def test_device_error_during_promotion_leaves_request_on_host(monkeypatch):
         failures.append(grammar)
         raise DeviceError("out of pinned memory")
 
-    with settled(demo_engine(max_batch_size=4, device_automata=True)) as engine:
+    with settled(demo_engine(max_batch_size=2, device_automata=True)) as engine:
         compile_automata(engine, requests)
         monkeypatch.setattr(DeviceAutomata, "_acquire", acquire)
         assert answers(engine.generate(requests)) == expected
@@ -314,7 +314,7 @@ def test_device_automata_complete_outputs_like_the_host(options):
         # sampling, so a tree and a chain have different outputs.
         chosen = options if device_automata else drafting
         automata = {} if chosen.get("generation") else {"device_automata": device_automata}
-        with settled(demo_engine(max_batch_size=4, **automata, **chosen)) as engine:
+        with settled(demo_engine(max_batch_size=2, **automata, **chosen)) as engine:
             compile_automata(engine, requests)
             outputs = engine.generate(requests)
             assert {(output.reason, output.closing) for output in outputs} == {

@@ -84,7 +84,7 @@ for i in range(4):
     schema = {"type": "object", "properties": properties, "required": list(properties)}
     spec = GrammarSpec.json_schema(schema, backend="xgrammar")
     requests.append(Request(prompt="x", grammar=spec, max_tokens=2))
-with Engine(target, max_batch_size=4) as engine:
+with Engine(target, max_batch_size=1) as engine:
     engine.generate(requests)
     del requests
 del engine

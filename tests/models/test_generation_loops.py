@@ -58,8 +58,8 @@ GUIDED_OPTIONS = {
     "few pages": {"pages": 40, "page_size": 16, "max_length": 400},
 }
 LOOP_KERNELS = "models/round/kernels/loop.cu"
-#: A request whose tokens fill the output ring of a loop several times.
-MEDIUM = replace(LONG, max_tokens=4 * LOOP_ENTRIES)
+#: A request whose tokens fill the output ring of a loop more than once.
+MEDIUM = replace(LONG, max_tokens=2 * LOOP_ENTRIES)
 LOOP_MODES = {**MODES, "rejection": {"temperature": 0.9, "verify": "rejection"}}
 ALL_OPTIONS = {**DRAFTER_OPTIONS, **MORE_TREE_OPTIONS}
 #: Names of drafters that run on the host.
@@ -67,7 +67,7 @@ HOST_DRAFTERS = ("host", "host, tree")
 
 
 def loop_engine(**options):
-    return demo_engine(**{"max_batch_size": 3, "generation": "graph", **options})
+    return demo_engine(**{"max_batch_size": 2, "generation": "graph", **options})
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_loop_runs_requests_with_automata_on_device(options):
 def test_loops_do_not_change_outputs(options, mode):
     """Requests join, are preempted and are cancelled at random times."""
     requests = without_grammars(workload(**MODES[mode]))
-    with settled(loop_engine(**options)) as engine:
+    with settled(loop_engine(**{"max_batch_size": 3, **options})) as engine:
         expected = expected_answers(mode, False)(WHOLE)
         check_disturbed(engine, requests, expected, seed=len(options))
         assert engine.stats.launches < engine.stats.rounds
@@ -303,7 +303,7 @@ def test_waiting_request_joins_running_loop_without_overlap():
 def test_waiting_request_gets_pages_of_request_that_ends_in_loop():
     """A request that waits for pages joins when a request of the loop has ended."""
     options = {"pages": 34, "page_size": 16, "max_length": 400, "prefix_cache_bytes": 0}
-    with settled(loop_engine(**options)) as engine:
+    with settled(loop_engine(max_batch_size=3, **options)) as engine:
         prompt = list(range(10, 200))
         short = replace(LONG, tokens=prompt, max_tokens=40)
         short, long = start_loop(engine, short, replace(LONG, max_tokens=220))
