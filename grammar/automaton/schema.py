@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from graft.grammar.automaton.numbers import NOTHING, NumberRange, lower_number
@@ -24,6 +24,7 @@ from graft.grammar.automaton.values import (
     SchemaReader,
     Union,
     Values,
+    merged_objects,
 )
 from graft.grammar.regular.expression import (
     EMPTY,
@@ -192,6 +193,7 @@ class Document:
         # Rules of objects and arrays by identity; None while the rule is built, unless a part of it
         # refers to it.
         self._by_identity: dict[int, int | None] = {}
+        self._merged: dict[int, list[Values]] = {}  # results of `_options`, by identity
         self._kept: list[Values] = []
         # Targets of the references that are being resolved inside the innermost bracket. Another
         # reference to one of them would never end.
@@ -211,12 +213,20 @@ class Document:
         if isinstance(values, Union):
             if not values.options:
                 return NOTHING
-            return union(map(self.lower, values.options))
+            return union(map(self.lower, self._options(values)))
         if isinstance(values, Booleans):
             if values.value is None:
                 return _BOTH
             return _TRUE if values.value else _FALSE
         return _NULL if values is NULL else self._any_value()
+
+    def _options(self, values: Union) -> list[Values]:
+        """Return the options of a union after `merged_objects`; the same ones for each call."""
+        key = id(values)
+        if key not in self._merged:
+            self._kept.append(values)  # keeps the identity unique
+            self._merged[key] = merged_objects(values.options)
+        return self._merged[key]
 
     @property
     def any_scalar(self) -> Expression:
@@ -282,13 +292,16 @@ class Document:
             self._rules.set(rule, body)
         return rule
 
-    def _members(self, items: list[tuple[Expression, int, int | None]]) -> Expression:
+    def _members(
+        self, items: list[tuple[Expression, int, int | None]], any_of: Collection[int] = ()
+    ) -> Expression:
         """Return the expression between two brackets, with white space where it may be."""
         layout = self._layout
         if layout.space is EMPTY:
-            return members(layout.comma, items) if items else EMPTY
+            return members(layout.comma, items, any_of) if items else EMPTY
         spaced = [(concat([item, layout.space]), low, high) for item, low, high in items]
-        return concat([layout.space, members(layout.comma, spaced)]) if items else layout.space
+        written = members(layout.comma, spaced, any_of)
+        return concat([layout.space, written]) if items else layout.space
 
     def _object(self, objects: Objects) -> Expression:
         """Lower a set of objects. Their keys have the order of the schema."""
@@ -296,6 +309,7 @@ class Document:
         names += [name for name in objects.required if name not in objects.properties]
         writer = NameWriter(names)
         items: list[tuple[Expression, int, int | None]] = []
+        any_of = []  # indices of items
         num_optional = 0
         for name, key in zip(names, writer.listed, strict=True):
             value = self.lower(self.reader.values_of(objects, name))
@@ -303,6 +317,8 @@ class Document:
             if value == NOTHING and not is_required:
                 continue
             num_optional += not is_required
+            if name in objects.any_of:
+                any_of.append(len(items))
             items.append((self._item([key, self._layout.colon, value]), int(is_required), 1))
         num_required = len(items) - num_optional
         low = max(objects.low - num_required, 0)
@@ -317,23 +333,24 @@ class Document:
             others.append(self._item([key, self._layout.colon, value]))
         if max(low, high or 0) > MAX_COUNT:
             raise NoAutomaton("the number of properties is too large")
-        if num_optional and (low > 0 or high is not None):
-            if others or low > 1 or (high is not None and high != 1):
+        if objects.any_of and not any_of:
+            return NOTHING
+        if num_optional and low == 1 and high is None:
+            any_of = [index for index, (_, least, _) in enumerate(items) if not least]
+            any_of += [len(items)] * bool(others)
+            low = 0
+        elif num_optional and (low > 0 or high is not None):
+            if others or low > 1 or high != 1:
                 raise NoAutomaton("the number of properties is limited")
-            return self._limited(items, low, high)
+            return self._limited(items, low)
         if others and high != 0:
             items.append((union(others), low, high))
         elif low > 0:
             return NOTHING
-        return self._members(items)
+        return self._members(items, any_of)
 
-    def _limited(
-        self, items: list[tuple[Expression, int, int | None]], low: int, high: int | None
-    ) -> Expression:
-        """Return the members of objects whose number of optional properties is limited.
-
-        There is at least one optional property if `low` is 1, and at most one if `high` is 1.
-        """
+    def _limited(self, items: list[tuple[Expression, int, int | None]], low: int) -> Expression:
+        """Return the members of objects with at least `low` and at most one optional property."""
         choices = []
         for chosen, (_, is_required, _) in enumerate(items):
             if is_required:
@@ -342,7 +359,7 @@ class Document:
             for index, (item, least, most) in enumerate(items):
                 if index == chosen:
                     kept.append((item, 1, most))
-                elif least or (high is None and index > chosen):
+                elif least:
                     kept.append((item, least, most))
             choices.append(self._members(kept))
         if low == 0:

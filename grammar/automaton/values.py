@@ -8,6 +8,7 @@ which they occur, so this order decides the order of the properties.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable
@@ -35,6 +36,7 @@ __all__ = [
     "SchemaReader",
     "Union",
     "Values",
+    "merged_objects",
 ]
 
 #: Maximum number of sets that reading a schema may create, plus the number of values in enums.
@@ -95,6 +97,9 @@ class Objects:
         Set of the values of all other properties; None if they may have any value.
     required
         Names of required properties, as the keys of a dictionary, in order.
+    any_of
+        Names of properties of which at least one is required; empty if none is. Only
+        `merged_objects` sets it.
     low, high
         Minimum and maximum number of properties; no maximum if `high` is None.
     """
@@ -105,6 +110,7 @@ class Objects:
     required: dict[str, None] = field(default_factory=dict)
     low: int = 0
     high: int | None = None
+    any_of: frozenset[str] = frozenset()
 
 
 @dataclass(eq=False, slots=True)
@@ -475,6 +481,49 @@ def _objects(objects: Objects) -> Values:
     most = objects.high
     is_empty = most is not None and (objects.low > most or len(objects.required) > most)
     return NOTHING if is_empty else objects
+
+
+def merged_objects(options: list[Values]) -> list[Values]:
+    """Return fewer sets with the same union: sets of objects that differ in `required` are merged.
+
+    An example is ``{"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}`` next to properties. The
+    automaton of the union would have a state for each set of options that a text may still match.
+    """
+    groups: dict[Any, list[Values]] = {}
+    for option in options:
+        key: Any = id(option)
+        if isinstance(option, Objects) and option.low == 0 and option.high is None:
+            properties = tuple((name, id(part)) for name, part in option.properties.items())
+            patterns = tuple((name, id(part)) for name, part in option.patterns.items())
+            key = properties, patterns, id(option.additional)
+        groups.setdefault(key, []).append(option)
+    found: list[Values] = []
+    for group in groups.values():
+        objects = [option for option in group if isinstance(option, Objects)]
+        merged = _merged(objects) if len(objects) > 1 else None
+        found += group if merged is None else [merged]
+    return found
+
+
+def _merged(group: list[Objects]) -> Objects | None:
+    """Return the union of sets of objects that differ in `required`; None if it has no form."""
+    first = group[0]
+    common = dict.fromkeys(
+        name for name in first.required if all(name in one.required for one in group)
+    )
+    # Required names that are not listed as properties follow the others in this order.
+    last = [name for name in first.required if name not in first.properties]
+    any_of = set()
+    for one in group:
+        others = [name for name in one.required if name not in common]
+        if [name for name in one.required if name not in one.properties] != last:
+            return None
+        if not others:
+            return one  # the other sets are parts of it
+        if len(others) > 1 or others[0] not in one.properties:
+            return None
+        any_of.add(others[0])
+    return dataclasses.replace(first, required=common, any_of=frozenset(any_of))
 
 
 def _union(options: list[Values]) -> Values:

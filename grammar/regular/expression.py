@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 __all__ = [
     "EMPTY",
@@ -50,7 +50,7 @@ MAX_EXPRESSION = 1 << 17
 #: Maximum number of integers in a grammar, that is, in the expressions of all rules.
 MAX_SIZE = 1 << 19
 _SET, _CONCAT, _UNION, _REPEAT = 1, 2, 3, 4
-_CALL, _MEMBERS, _BOTH, _MINUS, _MULTIPLE = 5, 6, 7, 8, 9
+_CALL, _MEMBERS, _BOTH, _MINUS, _MULTIPLE, _MEMBERS_WITH_ANY = 5, 6, 7, 8, 9, 10
 
 #: Expression that matches only the empty text.
 EMPTY: Expression = [0]
@@ -138,7 +138,9 @@ def call(rule: int) -> Expression:
 
 
 def members(
-    separator: Expression, items: Iterable[tuple[Expression, int, int | None]]
+    separator: Expression,
+    items: Iterable[tuple[Expression, int, int | None]],
+    any_of: Collection[int] = (),
 ) -> Expression:
     """Return the expression of items in order, with a separator between every two neighbours.
 
@@ -149,6 +151,9 @@ def members(
     items
         Expression of each item, and how often the item occurs: the minimum and the maximum, which
         is None if there is no maximum.
+    any_of
+        Indices of items of which at least one must occur. If there are none, all items that may be
+        absent may be absent together.
 
     Notes
     -----
@@ -157,9 +162,13 @@ def members(
     """
     out: Expression = [*separator]
     counts = []
-    for item, low, high in items:
+    for index, (item, low, high) in enumerate(items):
         out += item
         counts += [low, -1 if high is None else high]
+        if any_of:
+            counts.append(int(index in any_of))
+    if any_of:
+        return [*out, _MEMBERS_WITH_ANY, len(counts) // 3, *counts]
     return [*out, _MEMBERS, len(counts) // 2, *counts]
 
 

@@ -83,9 +83,11 @@ std::vector<int32_t> random_program(Random* random, int size, int num_rules) {
       program.insert(program.end(), {4, min, below(random, 2) == 0 ? -1 : min + below(random, 3)});
     } else if (kind == 6) {
       const int items = below(random, depth);
-      program.insert(program.end(), {6, items});
+      const bool has_flags = below(random, 2) == 0;
+      program.insert(program.end(), {has_flags ? 10 : 6, items});
       for (int k = 0; k < items; ++k) {
         program.insert(program.end(), {below(random, 2), below(random, 2) == 0 ? -1 : 1});
+        if (has_flags) program.push_back(below(random, 2));
       }
       depth -= items;
     } else if (kind >= 7 && !has_call) {

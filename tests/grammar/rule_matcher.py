@@ -112,8 +112,16 @@ class RuleMatcher:
                 separator, *items = pop(count + 1)
                 bounds = program[at + 1 : at + 1 + 2 * count]
                 at += 1 + 2 * count
-                members = tuple(zip(items, bounds[::2], bounds[1::2], strict=True))
-                node = self._make(("members", separator, members, 0, 0, False))
+                members = tuple(zip(items, bounds[::2], bounds[1::2], (0,) * count, strict=True))
+                node = self._make(("members", separator, members, 0, 0, False, True))
+            elif operation == 10:
+                count = program[at]
+                separator, *items = pop(count + 1)
+                numbers = program[at + 1 : at + 1 + 3 * count]
+                at += 1 + 3 * count
+                members = tuple(zip(items, numbers[::3], numbers[1::3], numbers[2::3], strict=True))
+                # The last field says whether an item with a flag has been read.
+                node = self._make(("members", separator, members, 0, 0, False, False))
             elif operation in (7, 8):
                 node = self._make(("both" if operation == 7 else "minus", *pop(2)))
             elif operation == 9:
@@ -144,10 +152,10 @@ class RuleMatcher:
         if kind == "repeat":
             return node[2] == 0 or self._is_nullable(node[1])
         if kind == "members":
-            _, _, items, index, count, _ = node
-            return all(
+            _, _, items, index, count, _, is_met = node
+            return is_met and all(
                 low <= (count if at == index else 0)
-                for at, (_, low, _) in enumerate(items)
+                for at, (_, low, _, _) in enumerate(items)
                 if at >= index
             )
         if kind == "both":
@@ -190,12 +198,18 @@ class RuleMatcher:
         if kind == "call":
             return node[1] in self._productive
         if kind == "members":
-            _, _, items, index, count, _ = node
-            return all(
-                low <= (count if at == index else 0) or self._has_text(item)
-                for at, (item, low, _) in enumerate(items)
+            _, _, items, index, count, _, is_met = node
+            rest = [
+                (item, low, high, flag, count if at == index else 0)
+                for at, (item, low, high, flag) in enumerate(items)
                 if at >= index
-            )
+            ]
+            if not is_met and not any(
+                flag and (high < 0 or so_far < high) and self._has_text(item)
+                for item, _, high, flag, so_far in rest
+            ):
+                return False
+            return all(low <= so_far or self._has_text(item) for item, low, _, _, so_far in rest)
         if kind == "set":
             return bool(_first_bytes(node[1], node[2]))
         if kind in ("both", "minus"):
@@ -284,13 +298,14 @@ class RuleMatcher:
         return self._merge(found)
 
     def _member_steps(self, node: Node) -> dict[int, Node]:
-        _, separator, items, index, count, written = node
+        _, separator, items, index, count, written, is_met = node
         found = []
         for at in range(index, len(items)):
-            item, low, high = items[at]
+            item, low, high, flag = items[at]
             so_far = count if at == index else 0
             if high < 0 or so_far < high:
-                rest = self._make(("members", separator, items, at, so_far + 1, True))
+                met = is_met or flag == 1
+                rest = self._make(("members", separator, items, at, so_far + 1, True, met))
                 front = (separator, item) if written else (item,)
                 found.append(self._concat_steps((*front, rest)))
             if so_far < low:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import random
 import re
 from typing import Any
 
+import jsonschema
 import pytest
 from mask_walks import STOP, VOCABULARY, compile_both, require_equal_walks, require_oracle_walks
+from rule_matcher import RuleMatcher
 
 from graft.grammar import CompiledGrammar, GrammarError, GrammarSpec
 from graft.grammar.automaton.formats import FORMATS
@@ -17,7 +20,7 @@ from graft.grammar.automaton.lower import compile_automaton, lower
 from graft.grammar.automaton.schema import Rules, SchemaLowering
 from graft.grammar.automaton.strings import NamePatterns
 from graft.grammar.regular.regex import NoAutomaton, lower_search
-from graft.grammar.resolve import resolve_for_backend
+from graft.grammar.resolve import resolve_for_automaton, resolve_for_backend
 
 NULL = {"type": "null"}
 INTEGER = {"type": "integer"}
@@ -102,6 +105,10 @@ SCHEMAS: dict[str, Any] = {
         "properties": {"a": INTEGER, "b": {"type": "string"}},
         "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
     },
+    "any_of_required_and_required": {
+        **closed({"a": INTEGER, "b": NULL, "c": INTEGER, "d": NULL}, ["b"]),
+        "anyOf": [{"required": ["a"]}, {"required": ["b", "c"]}, {"required": ["d"]}],
+    },
     "any_of_properties": {
         "type": "object",
         "anyOf": [{"properties": {"z": INTEGER}}, {"properties": {"y": NULL}, "required": ["y"]}],
@@ -183,6 +190,8 @@ ORACLE_SCHEMAS = [
     "prefix",
     "list",
     "any_of_required",
+    "any_of_required_and_required",
+    "at_least_one",
     "any_of_alike",
     "pattern_and_length",
     "enum",
@@ -201,6 +210,57 @@ def test_schema_automaton_has_masks_of_rules(name: str):
 @pytest.mark.parametrize("name", sorted(SCHEMAS.keys() - REFUSED))
 def test_any_schema_automaton_has_masks_of_rules(name: str):
     require_oracle_walks(GrammarSpec.json_schema(SCHEMAS[name]), 6, 40)
+
+
+@pytest.mark.parametrize("additional", [False, True])
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"anyOf": [{"required": ["a"]}, {"required": ["c"]}]},
+        {"anyOf": [{"required": ["b", "c"]}, {"required": ["a", "b"]}, {"required": ["d", "b"]}]},
+        {"anyOf": [{"required": ["a"]}, {"required": ["c"]}], "required": ["b"]},
+        {"anyOf": [{"required": ["a"]}, {"required": ["a", "b"]}, {"required": ["d"]}]},
+        {"anyOf": [{"required": ["a", "b"]}, {"required": ["c", "d"]}]},
+        {"anyOf": [{"required": ["a"]}, {"required": ["x"]}]},
+        {"anyOf": [{"required": ["x", "a"]}, {"required": ["y", "a"]}, {"required": ["x", "y"]}]},
+        {"anyOf": [{"required": ["a"]}, {"required": ["b"]}], "required": ["y", "x"]},
+        {"minProperties": 1},
+        {"minProperties": 2, "required": ["c"]},
+    ],
+)
+def test_automaton_requires_any_of_some_properties(keywords: dict[str, Any], additional: bool):
+    """Compare the accepted objects with those that jsonschema accepts, for all sets of names."""
+    schema = {
+        "type": "object",
+        "properties": dict.fromkeys("abcd", NULL),
+        "additionalProperties": additional and NULL,
+        **keywords,
+    }
+    form = resolve_for_automaton(GrammarSpec.json_schema(schema, whitespace="compact"))
+    matcher = RuleMatcher(lower(form))
+    validator = jsonschema.Draft202012Validator(schema)
+    for count in range(7):
+        for names in itertools.combinations("abcdxy", count):
+            value = dict.fromkeys(names)
+            orders = [names]
+            if "x" in names and "y" in names:  # the order of other names depends on the schema
+                orders.append((*names[:-2], "y", "x"))
+            texts = [json.dumps(dict.fromkeys(order), separators=(",", ":")) for order in orders]
+            assert any(matcher.accepts(text.encode()) for text in texts) == validator.is_valid(
+                value
+            )
+
+
+def test_automaton_size_is_linear_in_options_that_require_properties():
+    sizes = []
+    for count in (8, 16):
+        names = [f"p{i}" for i in range(count)]
+        schema = closed({name: {"type": "boolean"} for name in names}, [])
+        schema["anyOf"] = [{"required": [name]} for name in names]
+        compiled = compile_both(GrammarSpec.json_schema(schema))
+        assert compiled.automaton is not None
+        sizes.append(compiled.automaton.num_states)
+    assert sizes[1] < 3 * sizes[0]
 
 
 BOUNDS = [

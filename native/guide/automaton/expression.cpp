@@ -88,7 +88,7 @@ int32_t ExpressionTree::read(int32_t low) {
 
 void ExpressionTree::read_operation() {
   const int32_t op = read(0);
-  if (op > static_cast<int32_t>(Op::kMultiple)) fail();
+  if (op > static_cast<int32_t>(Op::kMembersWithAny)) fail();
   Node node{static_cast<Op>(op)};
   node.begin = static_cast<int32_t>(position_) - 1;
   node.operands = static_cast<int32_t>(position_);
@@ -123,10 +123,14 @@ void ExpressionTree::check_operands(Node* node) {
       if (read(1) >= num_rules_) fail();
       node->has_call = true;
       return;
-    case Op::kMembers: {
+    case Op::kMembers:
+    case Op::kMembersWithAny: {
       const int32_t items = read(0);
       if (at(items) >= stack_.size()) fail();
-      for (int32_t i = 0; i < items; ++i) read_counts();
+      for (int32_t i = 0; i < items; ++i) {
+        read_counts();
+        if (node->op == Op::kMembersWithAny && read(0) > 1) fail();
+      }
       return take_children(node, items + 1);
     }
     case Op::kBoth:

@@ -17,6 +17,8 @@
 //   8                           the texts that match the first of these two, but not the second
 //   9, m, p                     decimal digits whose number is a multiple of m, with a point before
 //                               the last p digits if p > 0
+//   10, n, min_1, max_1, flag_1, ...
+//                               members of which at least one item with the flag 1 occurs
 // Items of members follow each other in order. Item i occurs min_i to max_i times, and the
 // separator separates neighbouring items.
 // The operands of the operations 7 and 8 must not contain operation 5.
@@ -61,7 +63,8 @@ enum class Op : int32_t {
   kMembers = 6,
   kBoth = 7,
   kMinus = 8,
-  kMultiple = 9
+  kMultiple = 9,
+  kMembersWithAny = 10
 };
 
 // Syntax tree of an expression.
@@ -73,7 +76,7 @@ class ExpressionTree {
     int32_t end = 0;           // position after the expression
     int32_t operands = 0;      // position of the operation's operands in the program
     int32_t first_child = 0;   // index into the children of all nodes
-    int32_t num_children = 0;  // kMembers: the separator, then the items
+    int32_t num_children = 0;  // of members: the separator, then the items
     int32_t nesting = 0;
     bool has_call = false;
   };

@@ -156,7 +156,7 @@ void Nfa::connect(int32_t from, int32_t to) {
 }
 
 void Nfa::add_byte_edge(int32_t from, ByteRange range, int32_t to) {
-  if (byte_edges.size() >= 2 * at(max_states_)) {
+  if (byte_edges.size() >= at(kMaxEdges) * at(max_states_)) {
     throw std::length_error("automaton: expression is too large");
   }
   byte_edges.push_back({range.low, range.high, to, states[at(from)].edge});
@@ -181,6 +181,7 @@ int32_t Nfa::emit(const ExpressionTree& tree, int32_t index, int32_t from) {
     case Op::kCall:
       return emit_call(tree.operand(node, 0), from);
     case Op::kMembers:
+    case Op::kMembersWithAny:
       return emit_members(tree, node, from);
     case Op::kBoth:
     case Op::kMinus:
@@ -302,49 +303,74 @@ int32_t Nfa::emit_call(int32_t rule, int32_t from) {
 // before any item is written; `ended` after an item with which the members may end; and `separated`
 // after a separator, which an item must follow. An optional item can be skipped in all three
 // states. Further occurrences of an item are only reached from the occurrence before them.
+//
+// For kMembersWithAny, there are two groups of these states: before and after the first item with a
+// flag. The members may end in the second group.
 int32_t Nfa::emit_members(const ExpressionTree& tree, const ExpressionTree::Node& node,
                           int32_t from) {
-  const int32_t separator = tree.child(node, 0);
-  int32_t empty = from;
-  int32_t ended = add_state();
-  int32_t separated = add_state();
+  struct Before {
+    int32_t empty;  // kNone in the second group
+    int32_t ended;
+    int32_t separated;
+  };
+  const bool has_flags = node.op == Op::kMembersWithAny;
+  const int32_t operands = has_flags ? 3 : 2;  // per item
+  const auto add_group = [&](bool is_first) {
+    return Before{is_first ? add_state() : kNone, add_state(), add_state()};
+  };
+  std::vector<Before> groups = {{from, add_state(), add_state()}};
+  if (has_flags) groups.push_back(add_group(false));
   for (int32_t i = 1; i < node.num_children; ++i) {
-    const int32_t min = tree.operand(node, 2 * i - 1);
-    const int32_t max = tree.operand(node, 2 * i);
-    const int32_t copies = max < 0 ? std::max(min, 1) : max;
-    const int32_t next_empty = add_state();
-    const int32_t next_ended = add_state();
-    const int32_t next_separated = add_state();
-    if (min == 0) {
-      connect(empty, next_empty);
-      connect(ended, next_ended);
-      connect(separated, next_separated);
+    const int32_t first_operand = 1 + operands * (i - 1);
+    const int32_t min = tree.operand(node, first_operand);
+    const int32_t max = tree.operand(node, first_operand + 1);
+    const bool has_flag = has_flags && tree.operand(node, first_operand + 2) == 1;
+    std::vector<Before> next;
+    for (size_t g = 0; g < groups.size(); ++g) {
+      next.push_back(add_group(g == 0));
+      if (min > 0) continue;
+      if (g == 0) connect(groups[g].empty, next[g].empty);
+      connect(groups[g].ended, next[g].ended);
+      connect(groups[g].separated, next[g].separated);
     }
-    int32_t begin = add_state();
-    connect(empty, begin);
-    connect(separated, begin);
-    for (int32_t copy = 1; copy <= copies; ++copy) {
-      const int32_t end = emit(tree, tree.child(node, i), begin);
-      const int32_t after = emit(tree, separator, end);
-      if (copy >= min) {
-        connect(end, next_ended);
-        connect(after, next_separated);
+    // An item with a flag leads from both groups to the second one, and needs only one copy.
+    for (size_t g = has_flag ? 1 : 0; g < groups.size(); ++g) {
+      const int32_t begin = add_state();
+      for (size_t source = has_flag ? 0 : g; source <= g; ++source) {
+        if (source == 0) connect(groups[source].empty, begin);
+        connect(groups[source].separated, begin);
       }
-      if (copy < copies) {
-        begin = add_state();
-        connect(after, begin);
-      } else if (max < 0) {
-        connect(after, begin);
-      }
+      emit_item(tree, tree.child(node, 0), tree.child(node, i), {min, max}, begin, next[g].ended,
+                next[g].separated);
     }
-    empty = next_empty;
-    ended = next_ended;
-    separated = next_separated;
+    groups = std::move(next);
   }
   const int32_t end = add_state();
-  connect(empty, end);
-  connect(ended, end);
+  if (!has_flags) connect(groups[0].empty, end);
+  connect(groups.back().ended, end);
   return end;
+}
+
+// Adds the occurrences of an item of members: at least `limits.first`, and at most `limits.second`.
+void Nfa::emit_item(const ExpressionTree& tree, int32_t separator, int32_t item,
+                    std::pair<int32_t, int32_t> limits, int32_t begin, int32_t ended,
+                    int32_t separated) {
+  const auto [min, max] = limits;
+  const int32_t copies = max < 0 ? std::max(min, 1) : max;
+  for (int32_t copy = 1; copy <= copies; ++copy) {
+    const int32_t end = emit(tree, item, begin);
+    const int32_t after = emit(tree, separator, end);
+    if (copy >= min) {
+      connect(end, ended);
+      connect(after, separated);
+    }
+    if (copy < copies) {
+      begin = add_state();
+      connect(after, begin);
+    } else if (max < 0) {
+      connect(after, begin);
+    }
+  }
 }
 
 // Adds the decimal numbers with `places` digits after the point that, without the point, are
@@ -406,7 +432,8 @@ int32_t Nfa::add_copy(const Product& product, int32_t from) {
     return index == kNone ? kNone : index + new_begins[kind] - product.begins[kind];
   };
   const size_t num_byte_edges = byte_edges.size() + at(last_byte_edge - first_byte_edge);
-  if (last_state - first_state > max_states_ - end || num_byte_edges > 2 * at(max_states_)) {
+  if (last_state - first_state > max_states_ - end ||
+      num_byte_edges > at(kMaxEdges) * at(max_states_)) {
     throw std::length_error("automaton: expression is too large");
   }
   work_->count(last_state - first_state);

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdint>
 #include <map>
+#include <utility>
 #include <vector>
 
 #include "guide/automaton/expression.h"
@@ -20,6 +21,8 @@ namespace graft::guide {
 class Nfa {
  public:
   static constexpr int32_t kNone = -1;
+  // Maximum number of edges that read a byte, per state that the automaton may have.
+  static constexpr int32_t kMaxEdges = 3;
 
   struct State {
     bool live = false;      // whether the state can reach the end of its rule
@@ -55,8 +58,9 @@ class Nfa {
 
   // A repetition of a character whose maximum exceeds its minimum by more than `max_unrolled`
   // becomes a counted loop. Throws std::runtime_error if the program of a rule is malformed. Throws
-  // std::length_error if the automaton would have more than `max_states` states or twice as many
-  // edges that read a byte, if one counter is not enough (AmbiguousCount), or after too much work.
+  // std::length_error if the automaton would have more than `max_states` states or kMaxEdges times
+  // as many edges that read a byte, if one counter is not enough (AmbiguousCount), or after too
+  // much work.
   Nfa(const std::vector<Rule>& rules, int32_t max_states, int32_t max_unrolled, Work* work);
 
   std::vector<State> states;
@@ -84,6 +88,9 @@ class Nfa {
   int32_t emit_counted_loop(const ExpressionTree& tree, int32_t body, int32_t limit, int32_t from);
   int32_t emit_call(int32_t rule, int32_t from);
   int32_t emit_members(const ExpressionTree& tree, const ExpressionTree::Node& node, int32_t from);
+  void emit_item(const ExpressionTree& tree, int32_t separator, int32_t item,
+                 std::pair<int32_t, int32_t> limits, int32_t begin, int32_t ended,
+                 int32_t separated);
   int32_t emit_product(const ExpressionTree& tree, const ExpressionTree::Node& node, int32_t from);
   int32_t emit_multiple(int32_t divisor, int32_t places, int32_t from);
 
