@@ -41,10 +41,14 @@ def first_failure(device, seeds, **options):
     return None
 
 
+def more_seeds(first, count):
+    """Return ranges of `count` seeds in total, for tests that run with --full only."""
+    ranges = [range(start, start + 500) for start in range(first, first + count, 500)]
+    return [pytest.param(seeds, marks=pytest.mark.full) for seeds in ranges]
+
+
 @pytest.mark.parametrize("loops", [False, True], ids=["rounds", "loops"])
-@pytest.mark.parametrize(
-    "seeds", [range(20), pytest.param(range(10_000, 22_000), marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("seeds", [range(20), *more_seeds(10_000, 12_000)], ids=str)
 def test_scheduler_interleavings_give_sequential_outputs(device, seeds, loops):
     """Outputs equal those of sequential decoding, whatever the order of host and device steps.
 
@@ -56,9 +60,7 @@ def test_scheduler_interleavings_give_sequential_outputs(device, seeds, loops):
 
 
 @pytest.mark.parametrize("loops", [False, True], ids=["rounds", "loops"])
-@pytest.mark.parametrize(
-    "seeds", [range(8), pytest.param(range(30_000, 36_000), marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("seeds", [range(8), *more_seeds(30_000, 6000)], ids=str)
 def test_device_automata_keep_outputs_sequential(device, seeds, loops):
     """Outputs do not change if the grammar steps of some requests run on the device."""
     error = first_failure(device, seeds, loops=loops, automata=True)
