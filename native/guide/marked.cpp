@@ -539,7 +539,7 @@ class MarkedMatcher final : public NativeMatcher {
     }
     const Filled filled = narrows ? narrow(row, words, max_next) : Filled::kMask;
     const std::vector<Marker::Join>& joins = marker_->joins(state_);
-    if (joins.empty() || free_tokens_left() < 1) return filled;
+    if (joins.empty()) return filled;
     if (!fill_start_row(error)) return Filled::kFailed;
     return add_joins(joins, start_row_.data(), row, budget, filled, error);
   }

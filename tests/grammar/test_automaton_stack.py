@@ -35,6 +35,7 @@ COUNT, RESET = -2, -3
 COMMA = text(",")
 ALPHABET = 'ab,"é'
 ANY_CHARACTER = characters([(0x20, 0x7E), (0xE8, 0xEA)])
+LETTER = characters([(0x61, 0x7A)])
 
 
 def make_tokens():
@@ -433,6 +434,23 @@ def test_intersection_and_difference():
         assert accepts(grammar, content)
     for content in ("tea.tea", ".tea", "te.te"):
         assert not accepts(grammar, content)
+
+
+def test_equal_intersections_are_independent():
+    """An intersection that occurs again is copied, also if it counts or has no texts."""
+    word = both(concat([repeat(LETTER, 1, None), text("!")]), repeat(ANY_CHARACTER, 0, 300))
+    grammar = compile_grammar(concat([word, text(","), word, text(";")]))
+    assert len(grammar.table()["counts"]) > 0
+    for first, second in ((299, 299), (299, 1), (1, 299), (1, 1)):
+        content = "a" * first + "!," + "b" * second + "!"
+        assert accepts(grammar, content + ";")
+        assert not accepts(grammar, content) and not accepts(grammar, content + "," + content)
+    for content in ("a" * 300 + "!,b!;", "a!," + "b" * 300 + "!;"):
+        assert not accepts(grammar, content)
+    nothing = both(characters([]), text("a"))
+    options = [concat([nothing, text("x")]), concat([nothing, text("y")]), text("ok")]
+    grammar = compile_grammar(union(options))
+    assert legal_ids(matcher_of(grammar)) == {1 + ord("o")}
 
 
 def make_long_tokens():

@@ -216,6 +216,56 @@ def test_white_space_between_marker_and_grammar_is_skipped(name):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.full("llguidance", "xgrammar", "python")
+def test_white_space_in_the_token_of_the_marker_counts(name):
+    """At most 16 white-space characters are skipped, also after another token was undone."""
+    spec = GrammarSpec.choice(["ok"]).after("</think>", required=True, skips_space=True)
+    matcher = BACKENDS[name](VOCABULARY).compile(spec).matcher()
+    start = [b"<", b"/", b"t", b"h", b"i", b"n", b"k"]
+    assert all(matcher.accept(TOKENS.index(token)) for token in start)
+    spaces = [b" " * 9, b"\n\n", b"\n\n"]
+    for last, more in ((b">\n\n", []), (b">", [b"\n\n"]), (b">\n\n", [])):
+        path = [last, *spaces, *more]
+        assert all(matcher.accept(TOKENS.index(token)) for token in path)
+        legal = matcher.legal().tolist()
+        assert TOKENS.index(b"\n") in legal and TOKENS.index(b" ok") in legal
+        assert TOKENS.index(b"\n\n") not in legal
+        assert not matcher.accept(TOKENS.index(b"\n\n"))
+        matcher.rollback(len(path))
+
+
+def test_undone_token_that_joined_white_space_and_answer_leaves_no_trace():
+    """The text of such a token takes three tokens of the grammar's matcher; `ok` takes one."""
+    matcher = compiled("automata", False, True).matcher()
+    path = [TOKENS.index(token) for token in (b"<think>", b"</think>", b"\n<tab")]
+    legal = matcher.legal().tolist()
+    for _ in range(2):
+        assert matcher.accept_all(path) == 3
+        matcher.rollback(3)
+        assert matcher.accept(TOKENS.index(b"ok")) and matcher.legal().tolist() == [STOP]
+        matcher.rollback(1)
+        assert matcher.legal().tolist() == legal
+
+
+def test_budget_excludes_token_that_begins_a_long_answer_with_white_space():
+    """Although the token could also be white space and a short answer, it begins the long one."""
+    spec = GrammarSpec.choice(["<tab", "\n<table><table>"])
+    matcher = (
+        LLGuidanceBackend(VOCABULARY)
+        .compile(spec.after("</think>", required=True, skips_space=True))
+        .matcher(tokens=[TOKENS.index(b"</think>")])
+    )
+    token = TOKENS.index(b"\n<tab")
+    assert matcher.accept(token)
+    needed = 1 + matcher.distance()
+    matcher.rollback(1)
+    for budget in range(matcher.distance(), needed + 2):
+        row = np.zeros(matcher.words, np.int32)
+        assert matcher.fill(row, budget)
+        assert bool(row[token // 32] >> (token % 32) & 1) == (budget >= needed)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
 def test_special_tokens_open_and_end_free_text(name):
     """A special token whose name is the opening begins the free text, also after white space."""
     names = {"<think>": SPECIAL_THINK, "</think>": SPECIAL_END}
