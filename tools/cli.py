@@ -48,7 +48,10 @@ class _Parser(argparse.ArgumentParser):
         """Print an error that names unknown arguments and the most similar option, and exit."""
         message = f"unrecognized arguments: {' '.join(arguments)}"
         options = [name for action in self._actions for name in action.option_strings]
-        similar = difflib.get_close_matches(arguments[0].partition("=")[0], options, 1)
+        name = arguments[0].partition("=")[0]
+        if name in options:  # before the subcommand
+            self.error(f"{message}; options follow the subcommand: {self.prog} {arguments[0]}")
+        similar = difflib.get_close_matches(name, options, 1)
         self.error(message + (f"; did you mean {similar[0]}?" if similar else ""))
 
 

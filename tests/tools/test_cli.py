@@ -500,6 +500,14 @@ def test_generate_reports_misspelled_option_rather_than_missing_prompt(capsys):
     assert "--prompt and --prompts is required" in capsys.readouterr().err
 
 
+def test_option_before_subcommand_is_refused_with_its_place(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["--json", "doctor"])
+    assert capsys.readouterr().err.endswith(
+        "unrecognized arguments: --json; options follow the subcommand: graft doctor --json\n"
+    )
+
+
 def test_draft_length_auto_counts_rounds_by_length(code_output, capsys):
     """With --draft-length auto, greedy outputs are the same as with a fixed draft length.
 
