@@ -756,7 +756,7 @@ class MarkedMatcher final : public NativeMatcher {
     const auto has = [](const int32_t* bits, int32_t id) {
       return ((bits[id >> 5] >> (id & 31)) & 1) != 0;
     };
-    const bool closes = budget != kNoBudget && answer_distance_ != kUnknownDistance;
+    const bool closes = budget != kNoBudget && distance(error) != kUnknownDistance;
     for (const Marker::Join& join : joins) {
       if (has(row, join.token)) continue;
       if (join.size > 0 && !has(start_row, *marker_->spelling(join))) continue;
@@ -777,7 +777,8 @@ class MarkedMatcher final : public NativeMatcher {
       if (join.size > 0 && inner_->rollback(join.size, error) == Outcome::kFailed) {
         return Filled::kFailed;
       }
-      if (closes && distance > budget - 1) {
+      // The distance is unknown if the vocabulary has no tokens for the rest of the text.
+      if (closes && (distance == kUnknownDistance || distance > budget - 1)) {
         filled = Filled::kNarrowed;
         continue;
       }

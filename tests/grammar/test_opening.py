@@ -265,6 +265,28 @@ def test_budget_excludes_token_that_begins_a_long_answer_with_white_space():
         assert bool(row[token // 32] >> (token % 32) & 1) == (budget >= needed)
 
 
+def test_budget_excludes_token_after_which_the_vocabulary_cannot_spell_the_answer():
+    tokens = [b"#", b"a", b"b", b" a", b" b", b"# b", b""]
+    vocabulary = Vocabulary(tokens, len(tokens), [6])
+    spec = GrammarSpec.choice(["a", "bc"]).after("#", required=True, skips_space=True)
+    matcher = LLGuidanceBackend(vocabulary).compile(spec).matcher()
+    row = np.zeros(1, np.int32)
+    for legal in ([0, 1, 2, 3, 4], [1, 3]):
+        assert matcher.fill(row, 20) and row[0] == sum(1 << token for token in legal)
+        matcher.accept(0)
+
+
+def test_budget_applies_after_a_marker_that_only_a_longer_token_contains():
+    tokens = [b"a", b"\n", b";#\n", b""]
+    vocabulary = Vocabulary(tokens, len(tokens), [3])
+    spec = GrammarSpec.choice(["a", "\naaa"]).after(";#", required=True, skips_space=True)
+    matcher = LLGuidanceBackend(vocabulary).compile(spec).matcher()
+    assert matcher.distance() is None and matcher.accept(2) and matcher.distance() == 2
+    row = np.zeros(1, np.int32)
+    for budget, legal in ((2, 1), (4, 1), (5, 3)):
+        assert matcher.fill(row, budget) and row[0] == legal
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_special_tokens_open_and_end_free_text(name):
     """A special token whose name is the opening begins the free text, also after white space."""
