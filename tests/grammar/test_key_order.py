@@ -453,6 +453,15 @@ def test_any_order_of_contains_without_valid_items():
     assert not any(map(grammar.accepts_value, ([], [{}], [{"a": 1}])))
 
 
+@pytest.mark.parametrize("json_type", ["integer", "number"])
+def test_any_order_keeps_or_refuses_integers_that_are_no_multiples(json_type):
+    """No rule is known for integers that are no multiples of 3."""
+    number = {"type": json_type, "not": {"type": "integer", "multipleOf": 3}}
+    schema = {"type": "object", "properties": {"a": number, "b": {}}, "required": ["a"]}
+    found = route(schema, key_order="any")
+    assert not found.exact or Grammar.routed(found).accepts_value({"a": 2})
+
+
 def test_any_order_of_names_that_match_one_pattern():
     """The pattern need not have an automaton."""
     names = "|".join(f"name {i}{'x' * i}" for i in range(70))

@@ -372,6 +372,8 @@ class _RuleBuilder:
         if any("notMultipleOf" in part for part in parts):
             if "number" in types:
                 names.append(self._fraction(parts))
+            elif "integer" in types and not any(map(_excludes_integers, parts)):
+                raise NoExactForm("multipleOf", "not supported for keys in any order")
             scalar_types -= {"number", "integer"}
         if scalar_types:
             names.append(self._json_rule(parts, scalar_types))
@@ -503,6 +505,10 @@ class _RuleBuilder:
                 keys += f" & ~({' | '.join(excluded)})"
             options.append(f"{self._terminal(keys)} COLON {rule}")
         return self._shared_rule(" | ".join(options), [()]) if options else None
+
+
+def _excludes_integers(part: SchemaObject) -> bool:
+    return bool(part.get("notMultipleOf") == _NO_INTEGER)
 
 
 def _without_none(names: list[str | None]) -> list[str]:
