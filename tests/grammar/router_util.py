@@ -13,6 +13,7 @@ from typing import Any
 from guide_util import BYTES, STOP, accepts
 
 from graft.grammar import GrammarSpec, LLGuidanceBackend, Matcher, Route
+from graft.grammar.automaton.unique_items import UniqueShapes
 from graft.grammar.backends.llguidance import Prepared
 from graft.grammar.schema.llguidance_check import document_text, schema_grammar
 
@@ -34,6 +35,8 @@ class Grammar:
         Backend; by default, one with a vocabulary of single bytes.
     automaton
         Serialized automaton of the grammar; None if there is none.
+    unique
+        Shapes with which the automaton's matchers enforce ``uniqueItems``; None without them.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Grammar:
         spec: GrammarSpec | None = None,
         backend: LLGuidanceBackend | None = None,
         automaton: bytes | None = None,
+        unique: UniqueShapes | None = None,
     ):
         backend = backend or _backend()
         if spec is not None:
@@ -52,15 +56,19 @@ class Grammar:
         if rules:
             grammar = json.dumps({"grammars": [{"lark_grammar": f"%llguidance {{}}\n{rules}"}]})
         unchanged = GrammarSpec("json_schema", json.dumps(schema))
-        self._compiled = backend.load(unchanged, Prepared(grammar, (), automaton))
+        self._compiled = backend.load(unchanged, Prepared(grammar, (), automaton, unique))
 
     @classmethod
     def routed(
-        cls, found: Route, backend: LLGuidanceBackend | None = None, automaton: bytes | None = None
+        cls,
+        found: Route,
+        backend: LLGuidanceBackend | None = None,
+        automaton: bytes | None = None,
+        unique: UniqueShapes | None = None,
     ) -> Grammar:
         """Return the grammar that a route compiles."""
         schema = True if automaton else found.schema
-        return cls(schema, found.rules, backend=backend, automaton=automaton)
+        return cls(schema, found.rules, backend=backend, automaton=automaton, unique=unique)
 
     def matcher(self) -> Matcher:
         """Return a matcher at the start of the grammar."""

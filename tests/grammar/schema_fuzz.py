@@ -15,6 +15,7 @@ If an object repeats a name, the last value counts, as in most JSON parsers.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import decimal
 import itertools
@@ -30,6 +31,7 @@ from router_util import Grammar
 
 from graft.grammar import GrammarError, GrammarSpec, LLGuidanceBackend, Matcher, Vocabulary
 from graft.grammar.automaton.lower import compile_automaton
+from graft.grammar.automaton.unique_items import NoUniqueItems, unique_shapes
 from graft.grammar.resolve import ResolvedGrammar
 from graft.grammar.schema.router import automaton_form, route
 
@@ -681,16 +683,21 @@ def check_random_schema(
         if not automata:
             return Outcome("refused", problems)
     form = automaton_form(schema, key_order=key_order) if automata else None
-    automaton = None if form is None else automaton_of(form.schema)
+    automaton = unique = None
+    if form is not None:
+        with contextlib.suppress(NoUniqueItems):
+            unique = unique_shapes(form.schema, any_order=key_order == "any")
+            automaton = automaton_of(form.schema)
     if automaton is not None:
         found = dataclasses.replace(found, narrowed=form.narrowed + found.ordered)
     if automaton is None and not found.exact:
         return Outcome("refused", problems)
-    grammar = Grammar.routed(found, automaton=automaton)
+    grammar = Grammar.routed(found, automaton=automaton, unique=unique)
     count = 0
     walks = [(grammar.matcher(), BYTES) for _ in range(texts)]
     if backend is not None:
-        walks.append((Grammar.routed(found, backend, automaton).matcher(), backend.vocabulary))
+        other = Grammar.routed(found, backend, automaton, unique)
+        walks.append((other.matcher(), backend.vocabulary))
     for matcher, vocabulary in walks:
         try:
             out = walk(matcher, vocabulary, rng)
