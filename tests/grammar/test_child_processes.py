@@ -141,6 +141,7 @@ def running_process_id(child: ChildProcess) -> int:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGSTOP])
 @pytest.mark.parametrize("state", ["idle", "busy"])
+@pytest.mark.full("idle-15", "busy-15", "idle-11", "busy-9")
 def test_child_process_replaces_killed_or_stopped_process(child, number, state):
     pid = running_process_id(child)
     if state == "idle":

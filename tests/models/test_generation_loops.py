@@ -175,7 +175,8 @@ def test_loops_with_grammars_do_not_change_outputs(monkeypatch, options, mode, p
         check_disturbed(engine, requests, expected_answers(mode)(part), seed=1)
         assert engine.stats.rounds_by_kind["host"] > 0
         if options.get("device_automata"):
-            assert engine.stats.launches < engine.stats.rounds
+            # The number of rounds of a loop depends on when requests join it.
+            assert engine.stats.rounds_by_kind["loop"] > 0
 
 
 def published(engine):

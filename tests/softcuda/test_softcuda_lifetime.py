@@ -189,6 +189,7 @@ CALLS = {
         (4, "launch", True),
     ],
 )
+@pytest.mark.full("[0-hostfunc", "[0-launch", "[1-hostfunc", "[2-launch", "[4-alloc")
 def test_lock_model_reproduces_gil_deadlock(model, name, deadlock):
     """With a lock model, a driver call that holds the GIL deadlocks with a Python host function.
 

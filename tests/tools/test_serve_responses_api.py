@@ -579,6 +579,7 @@ def thinker(tmp_path_factory):
         ("text", {"max_output_tokens": 2}, [("reasoning", None)]),
     ],
 )
+@pytest.mark.full("fields2-expected2-False", "fields3-expected3-False", "fields4-expected4-False")
 def test_reasoning_model_has_items_for_reasoning_text_and_calls(
     thinker, script, fields, expected, stream
 ):
