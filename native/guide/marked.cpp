@@ -120,7 +120,7 @@ class Marker {
   }
   // A token that contains white space to skip, and possibly text after it (invariant 1 of this
   // file). `space` is the number of white-space characters. The `size` ids of
-  // spelling() are tokens that spell the rest of the text; `size` is 0 if there is no rest.
+  // spelling() are tokens that spell the text after it; `size` is 0 if no text follows.
   struct Join {
     int32_t token;
     int32_t space;
@@ -856,7 +856,7 @@ class MarkedMatcher final : public NativeMatcher {
     return std::accumulate(skipped_.begin(), skipped_.end(), marker_->max_skipped() - marker_space_,
                            std::minus<int32_t>());
   }
-  // Whether the output contains text of the grammar. White space is no longer skipped then.
+  // Whether the output contains text of the grammar, after which no white space is skipped.
   bool in_grammar_text() const noexcept { return num_grammar_tokens_ > 0 || marker_size_ > 0; }
   void push() noexcept { history_[static_cast<size_t>(num_free_tokens_++ % kHistory)] = state_; }
   bool is_stop(int32_t token) const noexcept {

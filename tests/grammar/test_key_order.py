@@ -455,7 +455,7 @@ def test_any_order_of_contains_without_valid_items():
 
 @pytest.mark.parametrize("json_type", ["integer", "number"])
 def test_any_order_keeps_or_refuses_integers_that_are_no_multiples(json_type):
-    """No rule is known for integers that are no multiples of 3."""
+    """No rule is known for integers that are not multiples of 3."""
     number = {"type": json_type, "not": {"type": "integer", "multipleOf": 3}}
     schema = {"type": "object", "properties": {"a": number, "b": {}}, "required": ["a"]}
     found = route(schema, key_order="any")
